@@ -1,0 +1,218 @@
+"""The fused cross-entropy on one CUDA GPU, beside its peers: time, memory and error.
+
+    python tests/bench_kernels.py              # about two minutes on an H200; the tables are printed last
+    python tests/bench_kernels.py --sweep      # chunk rows instead, and what each of a chunk's four launches takes
+
+Liger (`liger-kernel`) and Apple's CCE (`cut-cross-entropy`) run if they are installed. Medians of triton's do_bench,
+which empties L2 before each run. Errors are against float64, relative in the Euclidean norm.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import kernels
+
+SOFTCAP = 15.0
+SHAPES = [  # N, D, V
+    (65536, 512, 8192, torch.bfloat16),
+    (262144, 512, 8192, torch.bfloat16),
+    (8192, 4096, 128256, torch.bfloat16),
+    (32768, 384, 8192, torch.float16),  # a step on a T4
+]
+CHUNKS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)
+MIB = 2**20
+lines: list[str] = []  # of the tables
+
+
+def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (x @ weight.to(x.dtype).T).float()
+    return F.cross_entropy(SOFTCAP * torch.tanh(logits / SOFTCAP), targets)
+
+
+def ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return kernels.fused_linear_cross_entropy(x, weight, targets, softcap=SOFTCAP)
+
+
+def compiled(**options):
+    if options and not hasattr(torch._inductor.config, "auto_chunker"):
+        raise ImportError("no auto-chunker in this torch")
+    return torch.compile(eager, dynamic=False, fullgraph=True, options=options)
+
+
+def liger(name: str):
+    import liger_kernel.transformers
+
+    loss = getattr(liger_kernel.transformers, name)(softcap=SOFTCAP)
+    if name == "LigerCrossEntropyLoss":
+        return lambda x, weight, targets: loss(x @ weight.to(x.dtype).T, targets)
+    return lambda x, weight, targets: loss(weight.to(x.dtype), x, targets)
+
+
+def apple():
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda x, weight, targets: linear_cross_entropy(x, weight.to(x.dtype), targets, softcap=SOFTCAP)
+
+
+CONTENDERS = {
+    "eager, fp32 logits": lambda: eager,
+    "torch.compile": compiled,
+    "torch.compile, auto-chunker": lambda: compiled(**{"auto_chunker.enable": True}),
+    "Liger, fused linear": lambda: liger("LigerFusedLinearCrossEntropyLoss"),
+    "Liger, on logits": lambda: liger("LigerCrossEntropyLoss"),
+    "Apple CCE": apple,
+    "ours": lambda: ours,
+}
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # progress
+    lines.append(line)
+
+
+def example(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(n, d, device="cuda").to(dtype).requires_grad_()
+    weight = (2 / d**0.5 * torch.randn(v, d, device="cuda")).requires_grad_()
+    return x, weight, torch.randint(v, (n,), device="cuda")
+
+
+def exact_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    weight = weight.detach().to(x.dtype).double().requires_grad_()
+    dx = []
+    for rows, y in zip(x.detach().split(1024), targets.split(1024), strict=True):
+        rows = rows.double().requires_grad_()
+        z = SOFTCAP * torch.tanh(rows @ weight.T / SOFTCAP)
+        (F.cross_entropy(z, y, reduction="sum") / len(x)).backward()
+        dx.append(rows.grad.float())
+    return torch.cat(dx), weight.grad.float()
+
+
+def peak_mib(step) -> float:
+    """The most that a call allocates, what it leaves behind included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def time_ms(step, clear=()) -> float:
+    return do_bench(step, warmup=50, rep=300, grad_to_none=clear, return_mode="median")
+
+
+@torch.no_grad()
+def gemms(x: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Milliseconds of the three GEMMs at full size, and of the first alone."""
+    w = weight.to(x.dtype)
+    z, dx, dw = x @ w.T, torch.empty_like(x), torch.empty_like(w)
+    logits = lambda: torch.mm(x, w.T, out=z)  # noqa: E731
+    return time_ms(lambda: (logits(), torch.mm(z, w, out=dx), torch.mm(z.T, x, out=dw))), time_ms(logits)
+
+
+def contend(build, x: Tensor, weight: Tensor, targets: Tensor, expected: tuple, floor: float) -> str:
+    torch._dynamo.reset()
+    x.grad = weight.grad = None
+    try:
+        loss = build()
+        step = lambda: loss(x, weight, targets).backward()  # noqa: E731
+        step()  # compiles, and cuBLAS gets its workspace
+        x.grad = weight.grad = None
+        torch.cuda.empty_cache()
+        extra = peak_mib(step)
+        gradients = (x.grad.nbytes + weight.grad.nbytes) / MIB
+        errors = "".join(f"{(t.grad - e).norm() / e.norm():10.1e}" for t, e in zip((x, weight), expected, strict=True))
+        ms = time_ms(step, (x, weight))
+        return f"{ms:9.3f}{ms / floor:8.2f}{extra:10.0f}{extra - gradients:9.0f}{errors}"
+    except ImportError as e:
+        return f"  not here: {e}"
+    except Exception as e:  # out of memory, say: it must not cost the others their row
+        return f"  {type(e).__name__}: {str(e).splitlines()[0][:80]}"
+
+
+def bench_linear(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    floor, first = gemms(x, weight)
+    expected = exact_gradients(x, weight, targets)
+    report(f"\nN {len(x)}, D {x.shape[1]}, V {len(weight)}, {x.dtype}, softcap {SOFTCAP:g}")
+    report(f"{'':28}{'ms':>9}{'/ floor':>8}{'peak MiB':>10}{'- grads':>9}{'dx error':>10}{'dW error':>10}")
+    report(f"{'floor: the three GEMMs':28}{floor:9.3f}")
+    for name, build in CONTENDERS.items():
+        report(f"{name:28}{contend(build, x, weight, targets, expected, floor)}")
+    x.grad = weight.grad = None
+    with torch.no_grad():
+        ms, extra = time_ms(lambda: ours(x, weight, targets)), peak_mib(lambda: ours(x, weight, targets))
+    report(f"{'forward only: its GEMM':28}{first:9.3f}")
+    report(f"{'forward only: ours':28}{ms:9.3f}{ms / first:8.2f}{extra:10.0f}")
+
+
+def bench_logits(n: int = 65536, v: int = 8192) -> None:
+    logits = torch.randn(n, v, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets, copy = torch.randint(v, (n,), device="cuda"), torch.empty_like(logits, requires_grad=False)
+    copy_ms = time_ms(lambda: copy.copy_(logits.detach()))
+    report(f"\n{n} x {v} bf16 logits, forward + backward, against a copy of them (read once, written once)")
+    report(f"{'copy':28}{copy_ms:9.3f} ms, {2 * logits.nbytes / copy_ms / 1e9:.2f} TB/s")
+    ways = {
+        "eager": F.cross_entropy,
+        "torch.compile": torch.compile(F.cross_entropy),
+        "ours": kernels.fused_cross_entropy,
+    }
+    for name, loss in ways.items():
+        step = lambda loss=loss: torch.autograd.grad(loss(logits, targets), logits)  # noqa: E731
+        ms, extra = time_ms(step), peak_mib(step)
+        report(f"{name:28}{ms:9.3f} ms, {copy_ms / ms:.0%} of the copy's bandwidth, {extra:.0f} MiB extra")
+
+
+def sweep(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    (n, d), v = x.shape, len(weight)
+    w, dx, dw = weight.detach().to(x.dtype), torch.zeros_like(x.detach()), torch.zeros_like(weight.detach())
+    one = torch.ones((), device=x.device).expand(n)
+    chosen = kernels._chunk_rows(n, v, x.itemsize, x.device)
+    report(f"\nN {n}, D {d}, V {v}, {x.dtype}: floor {gemms(x, weight)[0]:.3f} ms, {chosen} rows chosen")
+    report(f"{'rows':>8}{'ms':>9}{'peak MiB':>10}{'forward':>9}  parts:{'logits':>9}{'rows':>9}{'dx':>9}{'dW':>9}")
+    step = lambda: ours(x, weight, targets).backward()  # noqa: E731
+    for rows in (r for r in CHUNKS if r <= n and r * v * x.itemsize <= 2**31):
+        with patch.object(kernels, "_chunk_rows", lambda *_, rows=rows: rows):
+            ms, extra = time_ms(step, (x, weight)), peak_mib(step)
+            x.grad = weight.grad = None
+            with torch.no_grad():
+                forward = time_ms(lambda: ours(x, weight, targets))
+        z, losses = x.detach().new_empty(rows, v), x.new_empty(rows, dtype=torch.float32)
+        chunks = [(slice(i, i + rows), z, losses) for i in range(0, n - rows + 1, rows)]
+        text = f"{rows:8}{ms:9.3f}{extra:10.0f}{forward:9.3f}        "
+        for part in (
+            lambda p, z, _: torch.mm(x.detach()[p], w.T, out=z),
+            lambda p, z, losses: kernels._rows_triton(z, targets[p], losses, one[p], SOFTCAP, -1, True),
+            lambda p, z, _: kernels._addmm_(dx[p], z, w, beta=0.0, alpha=1.0),
+            lambda p, z, _: kernels._addmm_(dw, z.T, x.detach()[p], beta=1.0, alpha=1.0),
+        ):
+            text += f"{time_ms(lambda part=part, chunks=chunks: [part(*chunk) for chunk in chunks]):9.3f}"
+        report(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sweep", action="store_true", help="time chunk sizes instead")
+    run = sweep if parser.parse_args().sweep else bench_linear
+    report(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for shape in SHAPES:
+        try:
+            run(*example(*shape))
+        except torch.OutOfMemoryError:
+            report(f"{shape}: out of memory")
+        torch.cuda.empty_cache()
+    if run is bench_linear:
+        bench_logits()
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

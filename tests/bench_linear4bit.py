@@ -1,0 +1,316 @@
+"""
+The 4-bit linear on one CUDA GPU, beside bitsandbytes and naive dequantize + F.linear: memory a layer, then speed.
+
+    python tests/bench_linear4bit.py
+
+About three minutes on an H200. The tables are printed last; a peer that is not installed is a line saying so.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import kernels
+from kernels import Linear4bit, dequantize_4bit
+
+# A 70 B model's layer with grouped queries, cut to d 4096: 240 M weights, 0.48 GB in bf16
+D, KV, FF, M = 4096, 1024, 16128, 256
+SHAPES = [(D, D), (D, KV), (D, KV), (D, D), (D, FF), (D, FF), (FF, D)]  # q k v o, gate, up, down: (in, out)
+WEIGHTS = sum(k * n for k, n in SHAPES)
+
+
+# ---- the ways to multiply by a 4-bit weight ----
+
+
+@torch.library.custom_op("bench::dequantize", mutates_args=())
+def dequantize(packed: torch.Tensor, absmax: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """Ours as one opaque node, so that what differs between the structures below is the structure."""
+    return dequantize_4bit(packed, absmax, (n, k), torch.bfloat16)
+
+
+@dequantize.register_fake
+def _(packed, absmax, n, k):
+    return absmax.new_empty(n, k, dtype=torch.bfloat16)
+
+
+class FrozenLinear(nn.Linear):
+    """The reference that keeps nothing but activations: a frozen bf16 weight."""
+
+    def __init__(self, k, n):
+        super().__init__(k, n, bias=False, dtype=torch.bfloat16)
+        self.weight.requires_grad_(False)
+
+
+class Random(Linear4bit):
+    """Random bytes: neither time nor memory depends on them."""
+
+    def __init__(self, k, n):
+        super().__init__(k, n)
+        self.packed.random_(0, 256)
+        self.absmax.uniform_(0, 0.1)
+
+
+class Naive(Random):
+    def forward(self, x):
+        return F.linear(x, dequantize(self.packed, self.absmax, self.out_features, self.in_features))
+
+
+class DequantizeTwice(torch.autograd.Function):
+    """bitsandbytes 0.49: packed weights are saved and dequantized again in backward, under no_grad with PR 1935."""
+
+    @staticmethod
+    def forward(ctx, x, packed, absmax, n, k):
+        ctx.save_for_backward(packed, absmax)
+        ctx.shape = n, k
+        return F.linear(x, dequantize(packed, absmax, n, k))
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.no_grad():
+            w = dequantize(*ctx.saved_tensors, *ctx.shape)
+        return dy @ w, None, None, None, None
+
+
+class AutogradFunction(Random):
+    def forward(self, x):
+        return DequantizeTwice.apply(x, self.packed, self.absmax, self.out_features, self.in_features)
+
+
+class BitsAndBytes(Random):
+    def __init__(self, k, n):
+        super().__init__(k, n)
+        import bitsandbytes
+
+        self.matmul, code = bitsandbytes.matmul_4bit, kernels._code("nf4", self.packed.device)
+        self.state = bitsandbytes.functional.QuantState(
+            self.absmax, shape=torch.Size((n, k)), code=code, blocksize=64, quant_type="nf4", dtype=torch.bfloat16
+        )
+
+    def forward(self, x):
+        return self.matmul(x, self.packed, quant_state=self.state)
+
+
+METHODS = {
+    "bf16 weight": FrozenLinear,
+    "ours": Random,
+    "naive": Naive,
+    "autograd.Function": AutogradFunction,
+    "bitsandbytes": BitsAndBytes,
+}
+
+
+class Layer(nn.Module):
+    """The seven matrices of a transformer layer with the cheapest wiring that uses them all."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (linear(k, n) for k, n in SHAPES)
+
+    def forward(self, x):
+        kv = self.k(x) * self.v(x)  # (M, KV)
+        x = x + self.o(self.q(x) + kv.repeat(1, D // KV))
+        return x + self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+# ---- memory: one fresh process a cell ----
+
+
+def memory_cell(method: str, mode: str, layers: int) -> dict[str, int]:
+    """Bytes: resident weights, live after a forward beyond those, and the forward's peak beyond those."""
+    with torch.device("cuda"):
+        model = nn.Sequential(*[Layer(METHODS[method]) for _ in range(layers)])
+        x = torch.randn(M, D, dtype=torch.bfloat16, requires_grad=True)
+    resident = torch.cuda.memory_allocated() - x.nbytes
+    run = torch.compile(model, fullgraph=method != "bitsandbytes") if mode == "inductor" else model
+    run(x).sum().backward()  # compiles, and brings cuBLAS's workspace
+    x.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = run(x)  # noqa: F841, its graph is what is measured
+    torch.cuda.synchronize()
+    live, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    return {"resident": resident, "live": live, "peak": peak}
+
+
+def memory_table() -> list[str]:
+    cells = [(method, mode, layers) for method in METHODS for mode in ("eager", "inductor") for layers in (4, 8)]
+
+    def child(cell):
+        command = [sys.executable, __file__, "--cell", *map(str, cell)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr.strip().splitlines()[-1][:100]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    with ThreadPoolExecutor(5) as pool:  # they share the GPU; each counts its own allocations
+        results = dict(zip(cells, pool.map(child, cells), strict=True))
+    rows = [
+        f"Memory, GB a layer of {WEIGHTS / 1e6:.0f} M weights, M {M}; (L = 8 less L = 4) / 4, a fresh process each.",
+        "live: after a forward, beyond the weights. kept: live less the bf16 weight's, which is activations alone.",
+        "peak: of a forward of 8 layers, beyond what was live before it.",
+        f"{'':18} {'':9} {'resident':>9} {'live':>8} {'kept':>8} {'peak':>8} {'32 layers':>10}",
+    ]
+    for method in METHODS:
+        for mode in ("eager", "inductor"):
+            four, eight = (results[method, mode, layers] for layers in (4, 8))
+            reference = [results["bf16 weight", mode, layers] for layers in (4, 8)]
+            failed = [r for r in (four, eight, *reference) if isinstance(r, str)]
+            if failed:
+                rows.append(f"{method:18} {mode:9} {failed[0]}")
+                continue
+            resident, live = ((eight[key] - four[key]) / 4e9 for key in ("resident", "live"))
+            activations = (reference[1]["live"] - reference[0]["live"]) / 4e9
+            rows.append(
+                f"{method:18} {mode:9} {resident:9.3f} {live:8.3f} {live - activations:8.3f} {eight['peak'] / 1e9:8.3f}"
+                f" {32 * resident:10.2f}"
+            )
+    return rows
+
+
+# ---- speed ----
+
+
+def graph_us(calls: list) -> float:
+    """Median microseconds a call of `calls`, replayed as one CUDA graph: the GPU's time, whatever Python takes."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return 1e3 * median_ms(graph.replay) / len(calls)
+
+
+def median_ms(call, repeats: int = 30) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in times)
+
+
+def dequantize_rows(variants: bool) -> list[str]:
+    n, rotation = 4096, 12  # 12 x 43 MB pass through the 60 MB L2, so reads come from memory
+    traffic = int(n * n * (0.5 + 4 / 64 + 2))
+
+    def copier(nbytes):
+        a, b = torch.zeros(2, nbytes // 4, device="cuda")
+        return lambda: b.copy_(a)
+
+    big = 2**31 / median_ms(copier(2**30)) / 1e9  # TB/s, read and written
+    small = traffic / graph_us([copier(traffic // 2) for _ in range(rotation)] * 4) / 1e6
+    sets = []
+    for _ in range(rotation):
+        packed = torch.randint(256, (n * n // 2, 1), dtype=torch.uint8, device="cuda")
+        absmax = torch.rand(n * n // 64, device="cuda")
+        sets.append((packed, absmax, torch.empty(n, n, dtype=torch.bfloat16, device="cuda")))
+    code = kernels._code("nf4", sets[0][0].device)
+
+    def ours(packed, absmax, out):
+        kernels._dequantize_triton(packed, absmax, code, out, 64)
+
+    def theirs(packed, absmax, out):
+        torch.ops.bitsandbytes.dequantize_4bit.out(packed, absmax, 64, "nf4", [n, n], torch.bfloat16, out=out)
+
+    methods = {"ours": ours, "bitsandbytes": theirs}
+    if variants:
+        import dequantize_variants
+
+        methods |= dequantize_variants.launchers(code)
+    rows = [
+        f"Dequantize {n} x {n} NF4 -> bf16, {traffic / 1e6:.1f} MB a call, rotating over {rotation} sets of buffers.",
+        f"100% is {big:.2f} TB/s, copying 1 GiB; copying {traffic / 2e6:.1f} MB reaches {100 * small / big:.0f}%.",
+    ]
+    packed, absmax, out = sets[0]
+    methods["bitsandbytes"](packed, absmax, out)
+    expected = out.clone()
+    for name, method in methods.items():
+        try:
+            out.zero_()
+            method(packed, absmax, out)
+            exact = torch.equal(out, expected)
+            us = graph_us([lambda s=s, method=method: method(*s) for s in sets] * 4)
+            share = 100 * traffic / us / 1e6 / big
+            rows.append(f"{name:18} {us:6.2f} us {share:4.0f}%" + ("" if exact else " NOT EXACT"))
+        except Exception as error:  # a variant that this Triton cannot compile must not cost the table
+            rows.append(f"{name:18} {type(error).__name__}: {str(error)[:80]}")
+    return rows
+
+
+def requantize_rows() -> list[str]:
+    layer = Linear4bit(4096, 4096, trainable=True).cuda()
+    ms = median_ms(layer.requantize_)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer.requantize_()
+    extra = (torch.cuda.max_memory_allocated() - before) / layer.weight.nbytes
+    return [f"Requantize 4096 x 4096: {1e3 * ms:.0f} us, extra peak {extra:.2f} of the fp32 parameter"]
+
+
+def step_rows() -> list[str]:
+    rows = ["Forward + backward to x of one 4096 x 4096 layer in bf16, median ms of five turns each"]
+    names = ["bf16 weight", "ours", "bitsandbytes"]
+    rows.append(f"{'M':>6} {'':9} " + " ".join(f"{name:>13}" for name in names))
+    for m in (4096, 16384):
+        x = torch.randn(m, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        dy = torch.randn(m, 4096, dtype=torch.bfloat16, device="cuda")
+        for mode in ("eager", "inductor"):
+            steps = {}
+            for name in names:
+                with torch.device("cuda"):
+                    layer = METHODS[name](4096, 4096)
+                run = torch.compile(layer) if mode == "inductor" else layer
+                steps[name] = lambda run=run, x=x, dy=dy: torch.autograd.grad(run(x), x, dy)
+            turns = {name: [] for name in names}
+            for _ in range(5):  # in turn, so that a change of the clock meets all of them
+                for name, step in steps.items():
+                    turns[name].append(median_ms(step, 50))
+            rows.append(f"{m:6} {mode:9} " + " ".join(f"{statistics.median(turns[name]):13.3f}" for name in names))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", nargs=3, metavar=("METHOD", "MODE", "LAYERS"), help="one memory cell, as JSON")
+    parser.add_argument("--variants", action="store_true", help="dequantize kernels only, rejected designs included")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    if arguments.cell:
+        method, mode, layers = arguments.cell
+        print(json.dumps(memory_cell(method, mode, int(layers))))
+        return
+    try:
+        import bitsandbytes
+
+        peer = f"bitsandbytes {bitsandbytes.__version__}"
+    except ImportError:
+        sys.exit("needs bitsandbytes, which is both the peer and the quantizer")
+    header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {peer}"
+    if arguments.variants:
+        print("\n".join([header, *dequantize_rows(variants=True)]))
+        return
+    memory = memory_table()
+    print("\n".join([header, "", *memory, "", *dequantize_rows(variants=False), *requantize_rows(), "", *step_rows()]))
+
+
+if __name__ == "__main__":
+    main()

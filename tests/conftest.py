@@ -1,0 +1,49 @@
+"""Without a CUDA device Triton's interpreter runs the kernels, so the same tests run everywhere. And a small corpus."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from small_corpus import write_corpus
+
+import prepare
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder of parquet files in climbmix's layout."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus, tmp_path_factory) -> Path:
+    """A cache that holds it."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTORESEARCH_CACHE", str(cache))
+        prepare.prepare(str(corpus))
+    return cache
+
+
+@pytest.fixture
+def tokenizer(prepared, monkeypatch) -> prepare.Tokenizer:
+    """Its tokenizer; the cache is the current one."""
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    return prepare.Tokenizer.from_directory()

@@ -1,0 +1,43 @@
+"""A corpus of a few hundred documents in climbmix's layout, and what the tests do with folders and the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
+    " "
+)
+
+
+def texts(seed: int, count: int = 60, words: int = 400) -> list[str]:
+    """Documents of unequal length in a made-up language, with characters of one to four bytes."""
+    random = np.random.RandomState(seed)
+    return [" ".join(random.choice(WORDS, random.randint(1, words))) for _ in range(count)]
+
+
+def write_parquet(path: Path, documents: list, column: str = "text") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({column: documents}), path, row_group_size=25)
+
+
+def write_corpus(folder: Path) -> Path:
+    """Three train files and climbmix's validation file, of seeds 0, 1, 2 and 6542."""
+    for seed in (0, 1, 2, 6542):
+        write_parquet(folder / f"shard_{seed:05d}.parquet", texts(seed))
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_prepare(*args, cache: Path | str, **env: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "prepare.py", *map(str, args)]
+    env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

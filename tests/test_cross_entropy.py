@@ -1,0 +1,503 @@
+"""The fused cross-entropy against float64, on the GPU or, without one, on CPU and in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+from kernels import FusedCrossEntropyLoss, fused_cross_entropy, fused_linear_cross_entropy
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+ROW_KERNELS = [kernels._rows_torch, kernels._rows_triton]
+UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def softcapped(z: Tensor, softcap: float | None) -> Tensor:
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def eager(x: Tensor, weight: Tensor, targets: Tensor, *, softcap=None, ignore_index=-1, reduction="mean") -> Tensor:
+    """What the model would do without the fused operator: logits in fp32 (in float64 for float64 arguments)."""
+    logits = x @ weight.to(x.dtype).T
+    logits = softcapped(logits if logits.dtype == torch.float64 else logits.float(), softcap)
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+def example(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, ignore_index: int = -1):
+    """x (N, D), an fp32 weight (V, D) for logits of standard deviation 3, targets with both ends and ignored ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, d, generator=generator).to(device, dtype)
+    weight = (3 / d**0.5 * torch.randn(v, d, generator=generator)).to(device)
+    targets = torch.randint(0, v, (n,), generator=generator)
+    targets[::3], targets[1::5], targets[2::7] = 0, v - 1, ignore_index
+    return x.requires_grad_(), weight.requires_grad_(), targets.to(device)
+
+
+def gradients(function, x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, **options):
+    """Loss, dx and dW of factor * function(...), the losses of 'none' weighted by row."""
+    x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    loss = function(x, weight, targets, **options)
+    (factor * loss * torch.linspace(0, 1, len(x), device=x.device) if loss.dim() else factor * loss).sum().backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def in_float64(x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, **options):
+    return gradients(eager, x.double(), weight.to(x.dtype).double(), targets, factor, **options)
+
+
+def error(value: Tensor, reference: Tensor) -> float:
+    """Relative, in the Euclidean norm."""
+    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-300)).item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The row kernel, and its twin in plain PyTorch
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def run_rows(rows, logits, targets, row_scale, softcap=None, ignore_index=-1, grad=True):
+    """Losses and gradients of a copy of `logits`, whose rows lie in a wider buffer."""
+    n, v = logits.shape
+    buffer = logits.new_full((n, v + 16), float("nan"))[:, :v].copy_(logits)
+    losses = torch.full((n,), float("nan"), device=logits.device)
+    rows(buffer, targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
+    return losses, buffer
+
+
+def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1):
+    z = logits.double().requires_grad_()
+    losses = F.cross_entropy(softcapped(z, softcap), targets, ignore_index=ignore_index, reduction="none")
+    (losses * row_scale).sum().backward()
+    return losses.detach(), z.grad
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
+@pytest.mark.parametrize("rows", ROW_KERNELS)
+@pytest.mark.parametrize("softcap", [None, 1.0, 15.0, 30.0])
+@pytest.mark.parametrize("v", [1, 41, 300, 8192, 32000, 50257])
+def test_rows_match_float64(rows, v, softcap, device):
+    logits = 5 * torch.randn(4, v, generator=torch.Generator().manual_seed(v)).to(device)
+    targets = torch.tensor([0, v - 1, v // 2, -1], device=device)
+    row_scale = torch.tensor([1.0, 0.5, 3.0, 1.0], device=device)
+    losses, grad = run_rows(rows, logits, targets, row_scale, softcap)
+    expected, expected_grad = rows_by_autograd(logits, targets, row_scale, softcap)
+    torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-5)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=3e-6)
+    untouched = run_rows(rows, logits, targets, row_scale, softcap, grad=False)
+    assert torch.equal(untouched[0], losses) and torch.equal(untouched[1], logits)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
+@pytest.mark.parametrize("rows", ROW_KERNELS)
+def test_huge_logits_neither_overflow_nor_vanish(rows, device):
+    logits = 1e4 * torch.tensor([[1.0, -1.0, 0.5], [-1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]], device=device)
+    targets, row_scale = torch.tensor([0, 0, 2], device=device), torch.ones(3, device=device)
+    for softcap in (None, 15.0, 50.0):
+        losses, grad = run_rows(rows, logits, targets, row_scale, softcap)
+        expected, expected_grad = rows_by_autograd(logits, targets, row_scale, softcap)
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=5e-6)  # an ulp of 50
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
+@pytest.mark.parametrize("rows", ROW_KERNELS)
+@pytest.mark.parametrize("v", [50, 9000])  # 9000 columns are three blocks, the last one partial
+def test_infinite_logits_behave_as_in_eager(rows, v, device):
+    inf = float("inf")
+    logits = torch.randn(6, v, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, 0] = -inf  # one class excluded
+    logits[1, : v - 3] = -inf  # all of the first block
+    logits[2, 7] = -inf  # the target itself: an infinite loss
+    logits[3, 5] = inf  # NaN
+    logits[4] = -inf  # NaN
+    logits[5, 5] = inf  # ignored, so no loss; its gradient is NaN in eager, too
+    targets = torch.tensor([1, v - 2, 7, 3, 0, -1], device=device)
+    row_scale = torch.ones(6, device=device)
+    losses, grad = run_rows(rows, logits, targets, row_scale)
+    expected, expected_grad = rows_by_autograd(logits, targets, row_scale)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(grad.double()[:5], expected_grad[:5], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("ignore_index", [-1, -100, 42])
+def test_a_target_out_of_range_is_never_silent(ignore_index, device):
+    """Even a negative one that would be some other function's ignore_index."""
+    logits, row_scale = torch.randn(3, 50, device=device), torch.ones(3, device=device)
+    for bad in {50, -1, -100, 2**40} - {ignore_index}:
+        targets = torch.tensor([3, bad, ignore_index], device=device)
+        losses, grad = run_rows(kernels._rows_triton, logits, targets, row_scale, ignore_index=ignore_index)
+        assert losses[0].isfinite() and losses[1].isnan() and losses[2] == 0 and not grad[2].any()
+        with pytest.raises(ValueError, match=r"targets must be in \[0, 50\)"):
+            fused_cross_entropy(logits.cpu(), targets.cpu(), ignore_index=ignore_index)
+
+
+def test_scaling_multiplies_in_fp32(device):
+    x = torch.randn(73, 137, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    factor = torch.tensor(1 / 3, device=device)
+    scaled = x.clone()
+    kernels._scale_kernel[(3,)](scaled, factor, x.numel(), BLOCK=2048)
+    assert torch.equal(scaled, (x.float() * factor).half())
+    with torch.no_grad():
+        assert torch.equal(kernels._scaled(x, factor), scaled)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The linear operator
+# ----------------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 16, 1), (1, 32, 300), (77, 24, 1), (289, 64, 512), (9 * 7, 48, 41), (3 * 423, 32, 1000)] + [
+    pytest.param((n, 256, v), marks=pytest.mark.gpu)
+    for n, v in [(2 * 4096, 32000), (3 * 423, 32000), (8192, 49152), (4096, 50257), (512, 128256), (300, 262144)]
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_matches_float64(shape, softcap, reduction, device):
+    x, weight, targets = example(*shape, torch.float32, device)
+    options = {"softcap": softcap, "reduction": reduction}
+    results = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
+    for result, reference in zip(results, in_float64(x, weight, targets, **options), strict=True):
+        assert result.dtype == torch.float32 and result.shape == reference.shape
+        assert error(result, reference) < 5e-6 or reference.norm() < 1e-6  # V = 1: everything is zero
+
+
+@pytest.mark.parametrize("ignore_index", [-1, -100, 42])
+@pytest.mark.parametrize("shape", [(4, 31), (2, 3, 5)])
+def test_leading_dimensions_and_ignore_index(shape, ignore_index, device):
+    n = torch.Size(shape).numel()
+    x, weight, targets = example(n, 16, 60, torch.float32, device, ignore_index)
+    loss = fused_linear_cross_entropy(x.view(*shape, 16), weight, targets.view(shape), ignore_index=ignore_index)
+    expected = eager(x.double(), weight.double(), targets, ignore_index=ignore_index)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0, 30.0])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, device):
+    n, d, v = (4096, 512, 8192) if device.type == "cuda" else (700, 128, 2000)
+    x, weight, targets = example(n, d, v, dtype, device)
+    reference = in_float64(x, weight, targets, softcap=softcap)
+    ours = gradients(fused_linear_cross_entropy, x, weight, targets, softcap=softcap)
+    theirs = gradients(eager, x, weight, targets, softcap=softcap)
+    for i in (1, 2):  # dx, dW
+        assert error(ours[i], reference[i]) <= 1.1 * error(theirs[i], reference[i])
+    with torch.no_grad():  # row by row: errors of a mean cancel by luck
+        rows = [f(x, weight, targets, softcap=softcap, reduction="none") for f in (fused_linear_cross_entropy, eager)]
+        exact = eager(x.double(), weight.to(dtype).double(), targets, softcap=softcap, reduction="none")
+    assert error(rows[0], exact) <= 1.1 * error(rows[1], exact)
+
+
+@pytest.mark.parametrize(("scale", "spread"), [(65536.0, 1), (1.0, 64)])
+def test_small_fp16_gradients_survive_a_batch_of_262144(scale, spread, device):
+    """1/N is 4e-6 and most probabilities are below 1e-4: their product is zero in fp16, and so is much of dx / N if the
+    loss scale comes too late. At a scale of 1 the weight is large, as fp16 could not hold dx itself."""
+    n, d, v = 2**18 - 1, 16, 8192 if device.type == "cuda" else 32
+    x, weight, targets = example(n, d, v, torch.float16, device)
+    x, weight = x.detach() / spread, spread * weight.detach()
+    options = {"softcap": 15.0, "factor": scale}
+    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
+    _, expected_dx, expected_dw = in_float64(x, weight, targets, **options)
+    assert error(dw, expected_dw) < 2e-3
+    assert error(dx, expected_dx) < 2e-3
+
+
+def test_fp16_keeps_the_gradients_of_rare_classes(device):
+    x = torch.ones(64, 8, dtype=torch.float16, device=device)
+    weight = torch.zeros(5, 8, device=device)
+    weight[4] = -2.0  # a probability of 3e-8, below fp16's smallest number
+    targets = torch.arange(64, device=device) % 4
+    _, _, dw = gradients(fused_linear_cross_entropy, x, weight, targets)
+    assert error(dw[4], in_float64(x, weight, targets)[2][4]) < 2e-3
+
+
+def test_none_reduction_keeps_small_fp16_gradients(device):
+    x, weight, targets = example(512, 32, 1000, torch.float16, device)
+    options = {"reduction": "none", "factor": 2.0**-20}
+    _, _, dw = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
+    assert error(dw, in_float64(x, weight, targets, **options)[2]) < 2e-3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("only", ["x", "weight"])
+def test_gradient_for_one_input_only(only, reduction, device):
+    x, weight, targets = example(50, 16, 30, torch.float32, device)
+    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight, targets, reduction=reduction)
+    (x if only == "weight" else weight).requires_grad_(False)
+    loss = fused_linear_cross_entropy(x, weight, targets, reduction=reduction)
+    (loss * torch.linspace(0, 1, 50, device=device) if loss.dim() else loss).sum().backward()
+    expected, got, other = (dx, x.grad, weight.grad) if only == "x" else (dw, weight.grad, x.grad)
+    assert other is None
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_weight_gradient_has_the_weight_s_dtype(device):
+    x, weight, targets = example(300, 32, 100, torch.bfloat16, device)
+    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
+    _, _, dw_fp32 = gradients(fused_linear_cross_entropy, x, weight, targets)
+    assert dx.dtype == dw.dtype == torch.bfloat16 and torch.equal(dw, dw_fp32.bfloat16())
+
+
+def test_autocast_sets_the_dtype_of_the_gemms(device):
+    x, weight, targets = example(64, 32, 100, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = fused_linear_cross_entropy(x, weight, targets)
+    expected = fused_linear_cross_entropy(x.bfloat16(), weight, targets)
+    assert torch.equal(loss, expected) and loss != fused_linear_cross_entropy(x, weight, targets)
+    (dx,) = torch.autograd.grad(loss, x)
+    assert dx.dtype == torch.float32
+
+
+def test_no_grad_computes_no_gradient_and_holds_one_chunk_of_logits(device, monkeypatch):
+    calls, rows = [], kernels._rows
+    monkeypatch.setattr(kernels, "_rows", lambda z, *args: (calls.append((len(z), args[-1])), rows(z, *args)))
+    monkeypatch.setattr(kernels, "_chunk_rows", lambda *_: 16)
+    x, weight, targets = example(40, 16, 30, torch.float32, device)
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(x, weight, targets)
+    assert calls == [(16, False), (16, False), (8, False)] and not loss.requires_grad
+    fused_linear_cross_entropy(x.detach(), weight.detach(), targets)
+    assert not any(grad for _, grad in calls)
+    torch.testing.assert_close(loss, fused_linear_cross_entropy(x, weight, targets))
+    assert all(grad for _, grad in calls[6:])
+
+
+def test_chunks_do_not_show(device, monkeypatch):
+    x, weight, targets = example(100, 16, 30, torch.float32, device)
+    whole = gradients(fused_linear_cross_entropy, x, weight, targets)
+    for size in (1, 7, 33, 100):
+        monkeypatch.setattr(kernels, "_chunk_rows", lambda *_, size=size: size)
+        torch.testing.assert_close(gradients(fused_linear_cross_entropy, x, weight, targets), whole)
+
+
+def test_a_chunk_is_bounded_and_divides_a_batch():
+    cpu = torch.device("cpu")
+    assert kernels._chunk_rows(0, 8192, 4, cpu) == kernels._chunk_rows(1, 8192, 4, cpu) == 1
+    assert 2**18 % kernels._chunk_rows(2**18, 8192, 4, cpu) == 0
+    assert kernels._chunk_rows(2**18, 2**22, 4, cpu) * 2**22 * 4 == 2**29
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_empty_batch_and_nothing_but_ignored_targets(reduction, device):
+    some_x, weight, some_targets = example(8, 16, 30, torch.float32, device)
+    for x, targets in ((some_x[:0], some_targets[:0]), (some_x, torch.full_like(some_targets, -1))):
+        loss, dx, dw = gradients(fused_linear_cross_entropy, x, weight, targets, reduction=reduction)
+        expected = eager(x, weight, targets, reduction=reduction)
+        torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+        assert dx.shape == x.shape and not dx.any() and not dw.any()
+
+
+def test_any_strides(device):
+    x, weight, targets = example(60, 32, 40, torch.float32, device)
+    expected = gradients(fused_linear_cross_entropy, x, weight, targets)
+    wide = torch.stack([x, x], dim=1)[:, 0].detach().requires_grad_()  # row-strided
+    tall = x.detach().T.contiguous().T.requires_grad_()  # column-major
+    for strided in (wide, tall):
+        loss = fused_linear_cross_entropy(strided, weight.detach().T.contiguous().T, targets)
+        loss.backward()
+        torch.testing.assert_close((loss.detach(), strided.grad), expected[:2])
+
+
+def test_mistakes_are_named(device):
+    x, weight, targets = example(6, 16, 30, torch.float32, device)
+    with pytest.raises(ValueError, match="'mean', 'sum' or 'none', not 'avg'"):
+        fused_linear_cross_entropy(x, weight, targets, reduction="avg")
+    with pytest.raises(ValueError, match="softcap"):
+        fused_linear_cross_entropy(x, weight, targets, softcap=1e3)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        fused_linear_cross_entropy(x, weight, targets[:5])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd and compilation
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def of_logits(x, weight, targets, **options):
+    """The operator on logits, with the linear one's signature."""
+    return fused_cross_entropy(x @ weight.to(x.dtype).T, targets, **options)
+
+
+BOTH = [fused_linear_cross_entropy, of_logits]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("function", BOTH)
+def test_backward_can_run_twice_and_accumulates(function, reduction, device):
+    x, weight, targets = example(90, 16, 30, torch.float32, device)
+    expected = gradients(function, x, weight, targets, factor=5, reduction=reduction)
+    loss = function(x, weight, targets, reduction=reduction)
+    loss = (loss * torch.linspace(0, 1, 90, device=device) if loss.dim() else loss).sum()
+    (2 * loss).backward(retain_graph=True)
+    (3 * loss).backward()
+    torch.testing.assert_close((x.grad, weight.grad), expected[1:])
+
+
+@pytest.mark.parametrize("function", BOTH)
+def test_a_second_derivative_is_refused(function, device):
+    x, weight, targets = example(9, 16, 30, torch.float32, device)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(function(x, weight, targets), x, create_graph=True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant, device):
+    x, weight, targets = example(90, 16, 30, torch.float32, device)
+    checkpointed = lambda *args, **kw: checkpoint(fused_linear_cross_entropy, *args, use_reentrant=reentrant, **kw)  # noqa: E731
+    expected = gradients(fused_linear_cross_entropy, x, weight, targets)
+    torch.testing.assert_close(gradients(checkpointed, x, weight, targets), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("function", BOTH)
+def test_compiles_into_one_graph_with_the_same_results(function, reduction, device):
+    x, weight, targets = example(90, 16, 30, torch.bfloat16, device)
+    options = {"softcap": 15.0, "reduction": reduction}
+    torch._dynamo.reset()
+    compiled = gradients(torch.compile(function, fullgraph=True), x, weight, targets, **options)
+    torch.testing.assert_close(compiled, gradients(function, x, weight, targets, **options), rtol=1e-2, atol=1e-3)
+
+
+def test_custom_ops_pass_opcheck(device):
+    x, weight, targets = example(20, 16, 30, torch.float32, device)
+    one = torch.ones((), device=device)
+    for reduce, needs in [(True, (True, True)), (True, (True, False)), (False, (False, False))]:
+        tensors = [t if need or not reduce else t.detach() for t, need in zip((x, weight), needs, strict=True)]
+        torch.library.opcheck(kernels._linear_cross_entropy, (*tensors, targets, one, 15.0, -1, reduce, *needs))
+    logits = torch.randn(20, 30, device=device)
+    torch.library.opcheck(kernels._cross_entropy, (logits, targets, 15.0, -1))
+    torch.library.opcheck(kernels._cross_entropy_, (logits, targets, one, 15.0, -1))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The operator on logits
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, 42])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_logits_match_float64(dtype, ignore_index, reduction, device):
+    x, weight, targets = example(77, 32, 300, dtype, device, ignore_index)
+    logits = (x @ weight.to(dtype).T).detach().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    scale = torch.linspace(1, 2, 77, device=device) if reduction == "none" else 1
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    loss = FusedCrossEntropyLoss(**options)(logits.clone(), targets)
+    expected = F.cross_entropy(exact, targets, **options)
+    (loss * scale).sum().backward()
+    (expected * scale).sum().backward()
+    assert error(loss, expected) < 1e-6
+    assert logits.grad.dtype == dtype and error(logits.grad, exact.grad) < UNIT[dtype] + 1e-6
+
+
+def test_the_gradient_is_written_over_the_logits(device):
+    base = torch.randn(20, 30, device=device, requires_grad=True)
+    targets = torch.arange(20, device=device)
+    logits = 1 * base
+    (grad,) = torch.autograd.grad(fused_cross_entropy(logits, targets), logits)
+    assert torch.equal(logits, grad) and not torch.equal(logits, base)
+    with torch.no_grad():
+        before = base.clone()
+        fused_cross_entropy(base, targets)
+        assert torch.equal(base, before)
+
+
+def test_an_op_that_needs_the_consumed_logits_says_so(device):
+    logits = torch.randn(20, 30, device=device, requires_grad=True).tanh()  # whose backward reads its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fused_cross_entropy(logits, torch.arange(20, device=device)).backward()
+
+
+def test_logits_of_any_strides(device, monkeypatch):
+    monkeypatch.setattr(kernels, "_rows", kernels._rows_triton)  # which takes a row stride and nothing else
+    targets = torch.arange(12, device=device)
+    logits = torch.randn(12, 30, device=device, requires_grad=True)
+    expected = F.cross_entropy(logits, targets)
+    (expected_grad,) = torch.autograd.grad(expected, logits)
+    for strided in (
+        logits.detach().T.contiguous().T,  # column-major
+        torch.cat([logits.detach()] * 2, -1)[:, :30],  # row-strided
+        logits.detach().repeat_interleave(2, 0)[::2],
+    ):
+        loss = fused_cross_entropy(strided.requires_grad_(), targets)
+        torch.testing.assert_close((loss, *torch.autograd.grad(loss, strided)), (expected, expected_grad))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Only on a GPU
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_to_the_31():
+    n, v = 2**18 + 2, 8192
+    logits = torch.zeros(n, v, device="cuda", dtype=torch.bfloat16)
+    logits[-1, 5] = 4.0
+    targets = torch.full((n,), -1, device="cuda")
+    targets[0], targets[-1] = 7, 5
+    losses, grad = run_rows(kernels._rows_triton, logits[-1:], targets[-1:], torch.ones(1, device="cuda"))
+    logits.requires_grad_()
+    loss = fused_cross_entropy(logits, targets, reduction="sum")
+    (all_grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(loss, losses[0] + torch.tensor(float(v), device="cuda").log())
+    assert torch.equal(all_grad[-1], grad[0]) and not all_grad[1:-1].any()
+
+
+@pytest.mark.gpu
+def test_no_host_sync():
+    x, weight, targets = example(9000, 64, 1000, torch.bfloat16, torch.device("cuda"))
+    for function in BOTH:
+        for reduction in ("mean", "sum", "none"):
+            function(x, weight, targets, reduction=reduction).sum().backward()  # compiles
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                function(x, weight, targets, softcap=None, reduction=reduction).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_new_inputs():
+    x, weight, targets = example(5000, 64, 1000, torch.bfloat16, torch.device("cuda"))
+    step = lambda: torch.autograd.grad(fused_linear_cross_entropy(x, weight, targets, softcap=15.0), (x, weight))  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.mul_(-0.5)
+    graph.replay()
+    torch.testing.assert_close(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [65536, 262144])
+def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n):
+    x, weight, targets = example(n, 512, 8192, torch.bfloat16, torch.device("cuda"))
+
+    def peak(step) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+
+    def train() -> None:
+        x.grad = weight.grad = None
+        fused_linear_cross_entropy(x, weight, targets, softcap=15.0).backward()
+
+    train()
+    x.grad = weight.grad = None
+    mib = 2**20
+    assert peak(train) <= (200 if n == 65536 else 420) * mib
+    with torch.no_grad():
+        forward = peak(lambda: fused_linear_cross_entropy(x, weight, targets, softcap=15.0))
+    chunk = kernels._chunk_rows(n, 8192, 2, x.device) * 8192 * 2
+    assert forward <= chunk + 8192 * 512 * 2 + 8 * mib

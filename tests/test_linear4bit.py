@@ -1,0 +1,374 @@
+"""The 4-bit linear: bitsandbytes' storage bit for bit, F.linear's results, no dequantized weight kept for backward."""
+
+import copy
+
+import bitsandbytes
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+from kernels import Linear4bit, dequantize_4bit, quantize_4bit
+
+K, N = 192, 128  # three blocks of 64 a row; K * N is no other tensor's size below
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+dequantize_op = torch.ops.bitsandbytes.dequantize_4bit
+
+
+def make_layer(device: torch.device, k: int = K, n: int = N, **options) -> Linear4bit:
+    torch.manual_seed(0)
+    bias = options.pop("bias", False)
+    return Linear4bit.from_linear(nn.Linear(k, n, bias=bias, device=device), **options)
+
+
+def dequantized(layer: Linear4bit, dtype: torch.dtype) -> torch.Tensor:
+    shape = (layer.out_features, layer.in_features)
+    return dequantize_4bit(layer.packed, layer.absmax, shape, dtype, *layer.format)
+
+
+# ---- storage format ----
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("block_size", [32, 64, 1024])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_storage_and_dequantized_weights_are_those_of_bitsandbytes_bit_for_bit(quant_type, block_size, dtype, device):
+    w = torch.randn(24, 2 * block_size, device=device, dtype=dtype)
+    w[3] = 0  # absmax 0
+    packed, absmax = quantize_4bit(w, quant_type, block_size)
+    their_packed, state = bitsandbytes.functional.quantize_4bit(w, quant_type=quant_type, blocksize=block_size)
+    assert torch.equal(packed, their_packed) and torch.equal(absmax, state.absmax)
+    ours = dequantize_4bit(packed, absmax, w.shape, dtype, quant_type, block_size)
+    assert torch.equal(ours, bitsandbytes.functional.dequantize_4bit(their_packed, state))
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("block_size", [32, 64, 4096])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_triton_dequantize_is_that_of_bitsandbytes_for_all_256_bytes(quant_type, block_size, dtype, device):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter truncates to bf16 instead of rounding")
+    blocks = 5 if block_size == 4096 else 37  # 37 blocks: the last program of the grid is only partly full
+    packed = torch.arange(blocks * block_size // 2, device=device).to(torch.uint8)  # 0 to 255, again and again
+    absmax = torch.rand(blocks, device=device)
+    out = torch.empty(blocks, block_size, dtype=dtype, device=device)
+    kernels._dequantize_triton(packed, absmax, kernels._code(quant_type, device), out, block_size)
+    shape = (blocks, block_size)
+    theirs = torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, block_size, quant_type, shape, dtype)
+    assert torch.equal(out, theirs)
+
+
+@pytest.mark.parametrize(
+    "quant_type, mean, std",  # of mean |error| over 200 draws, bitsandbytes tests/test_functional.py, test_4bit_quant
+    [("nf4", 0.072798, 0.000074), ("fp4", 0.096543, 0.000111)],
+)
+def test_round_trip_error_is_within_the_limit_of_bitsandbytes_own_test(quant_type, mean, std, device):
+    w = torch.randn(1024, 1024, device=device)
+    packed, absmax = quantize_4bit(w, quant_type)
+    error = (dequantize_4bit(packed, absmax, w.shape, w.dtype, quant_type) - w).abs().mean()
+    assert error < mean + 7 * std
+
+
+# ---- results and gradients ----
+
+INPUTS = {
+    "2-D": lambda device: torch.randn(6, K, device=device),
+    "3-D": lambda device: torch.randn(2, 3, K, device=device),
+    "zero rows": lambda device: torch.randn(0, K, device=device),
+    "transposed": lambda device: torch.randn(K, 6, device=device).T,
+    "strided": lambda device: torch.randn(3, 2, 2 * K, device=device).transpose(0, 1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_output_and_gradients_are_those_of_f_linear_on_the_dequantized_weight_exactly(kind, bias, dtype, device):
+    layer = make_layer(device, bias=bias, trainable=True)
+    x = INPUTS[kind](device).to(dtype).requires_grad_()
+    w = dequantized(layer, dtype).requires_grad_()
+    b = layer.bias.detach().to(dtype).requires_grad_() if bias else None
+    y, reference = layer(x), F.linear(x, w, b)
+    assert y.dtype == dtype and torch.equal(y, reference)
+
+    dy = torch.randn_like(y)
+    inputs, reference_inputs = [x, layer.weight], [x, w]
+    if bias:
+        inputs, reference_inputs = [*inputs, layer.bias], [*reference_inputs, b]
+    grads, reference_grads = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, reference_inputs, dy)
+    # elsewhere on a GPU F.linear's gradients may come from the transposed GEMM, which sums in another order
+    exact = {"rtol": 0, "atol": 0} if device.type == "cpu" or (dtype == torch.float32 and x.is_contiguous()) else {}
+    for ours, theirs in zip(grads, reference_grads, strict=True):
+        torch.testing.assert_close(ours.to(dtype), theirs, **exact)
+    assert torch.autograd.grad(layer(x), layer.weight, dy)[0].dtype == torch.float32
+
+
+def test_autocast_casts_x_and_leaves_absmax_in_fp32(device):
+    layer, x = make_layer(device, trainable=True), torch.randn(4, K, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, F.linear(x.bfloat16(), dequantized(layer, torch.bfloat16)))
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(layer.weight.grad, x.bfloat16().float().sum(0).expand(N, K), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_opcheck(trainable, device):
+    layer = make_layer(device, bias=True, trainable=trainable)
+    x = torch.randn(2, 3, K, device=device, requires_grad=True)
+    buffers = (layer.packed, layer.absmax)
+    torch.library.opcheck(kernels._linear_4bit, (x, *buffers, layer.weight, layer.bias, "nf4", 64))
+    torch.library.opcheck(kernels._linear_4bit_dx, (torch.randn(2, 3, N, device=device), *buffers, "nf4", 64))
+
+
+# ---- what is kept for the backward pass ----
+
+
+class Naive(Linear4bit):
+    """Dequantize, then F.linear: autograd keeps the dequantized weight."""
+
+    def forward(self, x):
+        return F.linear(x, dequantize_op(self.packed, self.absmax, 64, "nf4", self.shape(), x.dtype))
+
+    def shape(self):
+        return [self.out_features, self.in_features]
+
+
+class DequantizeTwice(torch.autograd.Function):
+    """bitsandbytes 0.49: dequantize in forward, and again in backward under no_grad (PR 1935)."""
+
+    @staticmethod
+    def forward(ctx, x, packed, absmax, shape):
+        ctx.save_for_backward(packed, absmax)
+        ctx.shape = shape
+        return x @ dequantize_op(packed, absmax, 64, "nf4", shape, x.dtype).T
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.no_grad():
+            w = dequantize_op(*ctx.saved_tensors, 64, "nf4", ctx.shape, dy.dtype)
+        return dy @ w, None, None, None
+
+
+class AutogradFunction(Naive):
+    def forward(self, x):
+        return DequantizeTwice.apply(x, self.packed, self.absmax, self.shape())
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors_in(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def forward_and_count_saved_weights(model, x, parameters) -> tuple[torch.Tensor, int]:
+    """y, and how many float tensors of K * N elements its graph keeps: by hooks, and by attributes of its nodes."""
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += {parent for parent, _ in node.next_functions if parent and parent not in nodes}
+        names = [name for name in dir(node) if name.startswith("_saved")] + list(getattr(node, "__dict__", ()))
+        kept += [t for name in names for t in tensors_in(getattr(node, name))]
+    masters = {p.data_ptr() for p in parameters}
+    weights = {t.data_ptr() for t in kept if t.is_floating_point() and t.numel() == K * N}
+    return y, len(weights - masters)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "cls, trainable, checkpointed, saved",
+    [
+        (Linear4bit, False, False, {"eager": 0, "aot_eager": 0, "inductor": 0}),
+        (Linear4bit, False, True, {"eager": 0, "aot_eager": 0, "inductor": 0}),
+        (Linear4bit, True, False, {"eager": 0, "aot_eager": 0, "inductor": 0}),
+        (Linear4bit, True, True, {"eager": 0, "aot_eager": 0, "inductor": 0}),
+        (Naive, False, False, {"eager": 2, "aot_eager": 2, "inductor": 2}),
+        (AutogradFunction, False, False, {"eager": 0, "aot_eager": 2, "inductor": 2}),  # merged by CSE, then saved
+    ],
+)
+def test_no_dequantized_weight_is_saved_for_backward(cls, trainable, checkpointed, saved, backend, device):
+    torch._dynamo.reset()
+    linears = [nn.Linear(K, N, bias=False), nn.Linear(N, K, bias=False)]
+    model = nn.Sequential(*[cls.from_linear(linear.to(device), trainable) for linear in linears])
+    run = (lambda x: checkpoint(model, x, use_reentrant=False)) if checkpointed else model
+    compiled = run if backend == "eager" else torch.compile(run, backend=backend, fullgraph=True)
+    x = torch.randn(5, K, device=device, requires_grad=True)
+    y, count = forward_and_count_saved_weights(compiled, x, model.parameters())
+    assert count == saved[backend]
+
+    dy = torch.randn_like(y)
+    reference = model(x)
+    torch.testing.assert_close(y, reference)
+    inputs = [x, *model.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, inputs, dy))
+
+
+# ---- the module ----
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_state_dict_safetensors_deepcopy_and_to_device_carry_the_layer(trainable, tmp_path, device):
+    layer = make_layer(torch.device("cpu"), bias=True, trainable=trainable, quant_type="fp4", block_size=32)
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    loaded = Linear4bit(K, N, bias=True, trainable=trainable, quant_type="fp4", block_size=32)
+    loaded.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    x = torch.randn(3, K)
+    for copied in (loaded, copy.deepcopy(layer)):
+        assert torch.equal(copied(x), layer(x))
+    names = {"packed", "absmax", "bias"} | ({"weight"} if trainable else set())
+    assert set(layer.state_dict()) == names
+    torch.testing.assert_close(loaded.to(device)(x.to(device)).cpu(), layer(x))
+
+
+def test_an_eval_forward_then_a_training_one_gives_x_its_gradient(device):
+    layer, x = make_layer(device), torch.randn(2, K, device=device, requires_grad=True)
+    with torch.no_grad():
+        layer.eval()(x)
+    layer.train()(x).sum().backward()
+    assert x.grad is not None
+
+
+class LoRA(nn.Module):
+    """y = base(x) + x A' B' with A (8, K) and B (N, 8); base is frozen."""
+
+    def __init__(self, base: Linear4bit) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(8, base.in_features) / base.in_features**0.5)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 8))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def fit(model: nn.Module, device: torch.device, after_step=lambda: None) -> float:
+    """Train on a fixed random target; final loss over first loss."""
+    torch.manual_seed(1)
+    x, target = torch.randn(16, K, device=device), torch.randn(16, K, device=device)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(60):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after_step()
+        losses.append(loss.item())
+    return losses[-1] / losses[0]
+
+
+def test_a_rank_8_adapter_trains_on_a_frozen_stack(device):
+    stack = nn.Sequential(LoRA(make_layer(device)), nn.Tanh(), LoRA(make_layer(device, N, K))).to(device)
+    before = copy.deepcopy([stack[0].base.state_dict(), stack[2].base.state_dict()])
+    assert fit(stack, device) < 0.5
+    after = [stack[0].base.state_dict(), stack[2].base.state_dict()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_masters_train_through_the_quantizer_and_are_requantized_in_place(device):
+    layers = [Linear4bit(K, N, trainable=True).to(device), Linear4bit(N, K, trainable=True).to(device)]
+    addresses = [t.data_ptr() for layer in layers for t in layer.buffers()]
+
+    def requantize():
+        for layer in layers:
+            layer.requantize_()
+
+    assert fit(nn.Sequential(layers[0], nn.Tanh(), layers[1]), device, requantize) < 0.5
+    assert [t.data_ptr() for layer in layers for t in layer.buffers()] == addresses
+    for layer in layers:
+        torch.testing.assert_close((layer.packed, layer.absmax), quantize_4bit(layer.weight), rtol=0, atol=0)
+
+
+def test_a_compiled_layer_sees_requantized_weights(device):
+    torch._dynamo.reset()
+    layer = make_layer(device, trainable=True)
+    compiled, x = torch.compile(layer, backend="aot_eager", fullgraph=True), torch.randn(2, K, device=device)
+    before = compiled(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(compiled(x), before)
+    layer.requantize_()
+    assert torch.equal(compiled(x), 2 * before)
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_are_refused_by_quantize_and_surface_from_requantize(bad, device):
+    layer = make_layer(device, trainable=True)
+    with torch.no_grad():
+        layer.weight[7, 100] = bad
+    with pytest.raises(ValueError, match="NaN or inf"):
+        quantize_4bit(layer.weight)
+    layer.requantize_()  # never waits for the GPU, so it cannot raise
+    finite = layer(torch.randn(4, K, device=device)).isfinite()
+    assert not finite[:, 7].any() and finite[:, :7].all() and finite[:, 8:].all()
+
+
+@pytest.mark.parametrize(
+    "error, match, call",
+    [
+        (ValueError, "multiple of block_size=64", lambda d: quantize_4bit(torch.randn(4, 65, device=d))),
+        (ValueError, "multiple of block_size=128", lambda d: quantize_4bit(torch.randn(4, K, device=d), "nf4", 128)),
+        (ValueError, "48", lambda d: quantize_4bit(torch.randn(4, 48, device=d), block_size=48)),
+        (ValueError, "48", lambda d: Linear4bit(K, N, block_size=48)),
+        (ValueError, "multiple of block_size=64", lambda d: Linear4bit(65, N)),
+        (ValueError, "'int4'", lambda d: Linear4bit(K, N, quant_type="int4")),
+        (TypeError, "float64", lambda d: quantize_4bit(torch.randn(4, K, device=d, dtype=torch.float64))),
+        (TypeError, "int64", lambda d: quantize_4bit(torch.ones(4, K, device=d, dtype=torch.int64))),
+        (TypeError, "float64", lambda d: make_layer(d)(torch.randn(4, K, device=d, dtype=torch.float64))),
+        (TypeError, "int64", lambda d: make_layer(d)(torch.ones(4, K, device=d, dtype=torch.int64))),
+        (TypeError, "bfloat16", lambda d: make_layer(d).bfloat16()(torch.randn(4, K, device=d))),  # rounds absmax
+        (ValueError, "on meta", lambda d: make_layer(d)(torch.randn(4, K, device="meta"))),
+        (ValueError, f"{K + 1}", lambda d: make_layer(d)(torch.randn(4, K + 1, device=d))),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_values(error, match, call, device):
+    with pytest.raises(error, match=match):
+        call(device)
+
+
+def test_a_refused_requantize_writes_nothing(device):
+    layer = make_layer(device, trainable=True)
+    before = copy.deepcopy(layer.state_dict())
+    layer.weight = nn.Parameter(2 * layer.weight.detach().double())
+    with pytest.raises(TypeError, match="float64"):
+        layer.requantize_()
+    assert all(torch.equal(layer.state_dict()[name], before[name]) for name in ("packed", "absmax"))
+
+
+# ---- memory, on a GPU ----
+
+
+@pytest.mark.gpu
+def test_requantize_takes_less_than_one_more_parameter_and_never_syncs(device):
+    layer = Linear4bit(2048, 2048, trainable=True).to(device)
+    layer.requantize_()
+    torch.cuda.reset_peak_memory_stats()
+    live = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.requantize_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - live <= layer.weight.nbytes
+
+
+@pytest.mark.gpu
+def test_peak_of_a_forward_is_one_dequantized_weight(device):
+    stack = nn.Sequential(*[make_layer(device, 2048, 2048) for _ in range(4)])
+    x = torch.randn(16, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+    stack(x)
+    torch.cuda.reset_peak_memory_stats()
+    live = torch.cuda.memory_allocated()
+    y = stack(x)
+    weight = 2048 * 2048 * 2
+    assert torch.cuda.memory_allocated() - live < 0.1 * weight  # y and three hidden activations of 64 KiB
+    assert torch.cuda.max_memory_allocated() - live < 1.2 * weight
+    y.sum().backward()

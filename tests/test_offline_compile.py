@@ -1,0 +1,104 @@
+"""Every Triton kernel of kernels.py compiles for GPUs that are not here: ptxas takes it, nothing spills, no tl.dot.
+
+`python tests/test_offline_compile.py` prints registers, spilled bytes and MUFU instructions of each variant.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parent.parent
+CAPABILITIES = (75, 80, 90)
+ALIGNED = {"logits_stride"}  # integers known to be multiples of 16, as every pointer is
+
+# kernel, types of its runtime arguments ("x": the dtype of the activations), its constants, warps
+ROWS = ["*x", "*i64", "*fp32", "*fp32", "i32", "i32", "fp32", "i32"]
+VARIANTS = [
+    ("_cross_entropy_kernel", ROWS, {"V": v, "BLOCK": block, "SOFTCAP": softcap, "GRAD": grad}, warps)
+    for v, block, warps in [(1, 1, 1), (8192, 8192, 8), (50257, 4096, 8), (128256, 4096, 8)]
+    for softcap in (True, False)
+    for grad in (True, False)
+    if grad or v == 8192
+] + [
+    ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 2048}, 4),
+    ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"WORDS": 8, "BLOCK": 256}, 8),
+]
+
+
+def compile_variant(name: str, types: list[str], constants: dict, warps: int, capability: int, dtype: str) -> dict:
+    """What the assembler says of one variant. Needs TRITON_INTERPRET unset: an interpreted function has no IR."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import kernels
+
+    kernel, types = getattr(kernels, name), iter(types)
+    signature = {arg: "constexpr" if arg in constants else next(types).replace("x", dtype) for arg in kernel.arg_names}
+    aligned = [i for i, (arg, kind) in enumerate(signature.items()) if kind[0] == "*" or arg in ALIGNED]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})  # raises what ptxas raises
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    resources = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": resources["REG"],
+        "spilled": resources["STACK"] + resources["LOCAL"],
+        "dot": "tt.dot" in compiled.asm["ttir"] or "mma" in compiled.asm["ptx"],
+        "mufu": len(re.findall(r"\b(?:ex2|rsqrt|rcp|div|lg2)\.", compiled.asm["ptx"])),
+    }
+
+
+def main() -> None:
+    for name, types, constants, warps in VARIANTS:
+        for capability in CAPABILITIES:
+            dtype = "bf16" if capability >= 80 else "fp16"
+            row = compile_variant(name, types, constants, warps, capability, dtype)
+            print(json.dumps({"kernel": name, **constants, "sm": capability, "dtype": dtype, **row}), flush=True)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def test_every_kernel_is_in_the_table(rows):
+    source = (ROOT / "kernels.py").read_text()
+    assert {row["kernel"] for row in rows} == set(re.findall(r"^@(?:triton\.)?jit\ndef (\w+_kernel)\(", source, re.M))
+    assert {row["sm"] for row in rows} == set(CAPABILITIES)
+
+
+def test_nothing_spills_on_any_gpu(rows):
+    assert [row for row in rows if row["spilled"]] == []
+
+
+def test_no_kernel_needs_tensor_cores(rows):
+    assert [row for row in rows if row["dot"]] == []
+
+
+def test_an_element_costs_three_transcendentals_with_softcap_and_one_without(rows):
+    """What bounds the row kernel besides memory, 8192 columns on 256 threads; the row's own scalars take a few more."""
+    per_element = {
+        row["SOFTCAP"]: row["mufu"] * 256 / 8192
+        for row in rows
+        if row.get("V") == 8192 and row["GRAD"] and row["sm"] == 90
+    }
+    assert 3 <= per_element[True] < 3.5 and 1 <= per_element[False] < 1.5
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,662 @@
+"""prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
+
+import ast
+import itertools
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import http_faults
+import numpy as np
+import pytest
+import requests
+from http_faults import FaultyServer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
+
+import prepare
+from prepare import PrepareError, Tokenizer
+
+CLIMBMIX = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
+
+
+def fails(capsys, monkeypatch, *args: str) -> str:
+    """Runs the command line; returns its last words, which must be one line."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
+    with pytest.raises(PrepareError) as error:
+        prepare.main()
+    assert "\n" not in str(error.value) and len(str(error.value)) > 20
+    return str(error.value)
+
+
+# Bad input
+
+
+def bad_parquet(folder: Path, content) -> None:
+    folder.mkdir()
+    if isinstance(content, bytes):
+        (folder / "a.parquet").write_bytes(content)
+    else:
+        write_parquet(folder / "a.parquet", *content)
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "remedy"),
+    [
+        (None, ["--data", "climbmax"], "spelling"),
+        (None, ["--data", "{}"], "another folder"),
+        (None, ["--num-shards", "0"], "give 1 to 6542"),
+        (None, ["--num-shards", "7000"], "give 1 to 6542"),
+        ((["a", "b"], "content"), ["--data", "{}/bad"], "rename its text column"),
+        (([1, 2],), ["--data", "{}/bad"], "rename its text column"),
+        (b"PAR1 is not enough", ["--data", "{}/bad"], "delete or replace it"),
+        (b"", ["--data", "{}/bad"], "delete or replace it"),
+        ((["one document"],), ["--data", "{}/bad"], "at least 2"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
+    prepared, tmp_path, monkeypatch, capsys, make, args, remedy
+):
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    before = tree(prepared)
+    if make is not None:
+        bad_parquet(tmp_path / "bad", make)
+    assert remedy in fails(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
+    assert tree(prepared) == before
+
+
+def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
+    run = run_prepare("--data", tmp_path, cache=tmp_path / "cache")
+    assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run
+    assert not (tmp_path / "cache").exists()
+
+
+def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
+    for call in (Tokenizer.from_directory, prepare.dataset_id, prepare.get_token_bytes, prepare.current_dataset):
+        with pytest.raises(PrepareError, match=r"run `python prepare\.py` first"):
+            call()
+
+
+def test_a_dataset_not_prepared_to_the_end_is_not_used(prepared, tmp_path, monkeypatch):
+    shutil.copytree(prepared, tmp_path / "cache")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    tokenizer = Tokenizer.from_directory()
+    for content in (None, b"", b"0\n", b"-1\n", b"1e9\n", b"99999999\n", b"3"):
+        (tokenizer.directory / "train_shards").unlink(missing_ok=True)
+        if content is not None:
+            (tokenizer.directory / "train_shards").write_bytes(content)
+        with pytest.raises(PrepareError, match=r"run prepare\.py again"):
+            prepare.make_dataloader(tokenizer, 1, 8, "train")
+
+
+def test_windows_longer_than_the_split_are_refused_before_the_first_batch(tokenizer):
+    total = len(prepare.TokenStream(tokenizer, "val"))
+    prepare.make_dataloader(tokenizer, 1, total - 1, "val", "cpu")
+    with pytest.raises(PrepareError, match="prepare more text"):
+        prepare.make_dataloader(tokenizer, 1, total, "val", "cpu")
+
+
+def test_shards_of_another_tokenizer_are_refused_and_made_again(prepared, corpus, tmp_path, monkeypatch):
+    shutil.copytree(prepared, tmp_path / "cache")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    folder = prepare.current_dataset()
+    lines = (folder / "tokenizer.txt").read_bytes().splitlines()
+    swapped = [lines[-1].split()[0] + b" " + lines[-2].split()[1], lines[-2].split()[0] + b" " + lines[-1].split()[1]]
+    (folder / "tokenizer.txt").write_bytes(b"\n".join([*lines[:-2], *swapped]) + b"\n")
+    with pytest.raises(PrepareError, match="made by another tokenizer; delete it"):
+        prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu")
+    prepare.prepare(str(corpus))
+    next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu"))
+
+
+@pytest.mark.parametrize("cache", ["/proc/autoresearch", "{}/a file/cache"])
+def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, cache):
+    (tmp_path / "a file").touch()
+    cache = cache.format(tmp_path)
+    run = run_prepare("--data", corpus, cache=cache)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "--cache" in run.stderr, run.stderr
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A file system of one MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
+    write_parquet(tmp_path / "data" / "a.parquet", texts(0, count=4000))
+    write_parquet(tmp_path / "data" / "b.parquet", texts(1))
+    run = run_prepare("--data", tmp_path / "data", cache=tmpfs)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
+    assert "No space left" in run.stderr and "free some space" in run.stderr
+    assert {name.rpartition("/")[2] for name in tree(tmpfs)} == {"lock", "tokenizer.txt"}
+
+
+def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(tmpfs, prepared, corpus, tmp_path):
+    cache = tmpfs / "cache"
+    shutil.copytree(prepared, cache)
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    assert run_prepare("--data", corpus, cache=cache).returncode == 0
+    write_parquet(tmp_path / "more" / "a.parquet", texts(5))
+    run = run_prepare("--data", tmp_path / "more", cache=cache)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "Read-only" in run.stderr, run.stderr
+
+
+# Download
+
+
+@pytest.fixture
+def parquet(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("served") / "a.parquet"
+    write_parquet(path, texts(0, count=1000))
+    return path.read_bytes()
+
+
+@pytest.fixture
+def hurried(monkeypatch) -> list[float]:
+    """Short patience; returns the waits asked for."""
+    waits = []
+    monkeypatch.setattr(prepare, "READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+PASSING_FAULTS = {"truncates": http_faults.truncate, "stalls": http_faults.stall}  # each brings us nearer to the end
+FAULTS = {
+    "sends nothing": http_faults.nothing,
+    "is silent": http_faults.silence,
+    "500": http_faults.status(500),
+    "503": http_faults.status(503),
+    "429": http_faults.status(429, Retry_After="7"),
+    "announces less": http_faults.announce_less,
+    "announces more": http_faults.announce_more,
+    "corrupt": http_faults.corrupt,
+    "error page": http_faults.error_page,
+    "no ranges": http_faults.no_ranges,
+}
+
+
+@pytest.mark.parametrize("fault", (PASSING_FAULTS | FAULTS).values(), ids=PASSING_FAULTS | FAULTS)
+def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, fault):
+    with FaultyServer({"/a.parquet": parquet}, [fault, fault]) as server:
+        prepare.download(f"{server.url}/a.parquet", tmp_path / "raw" / "a.parquet")
+    assert tree(tmp_path) == {"raw/a.parquet": parquet}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, fault):
+    with FaultyServer({"/a.parquet": parquet}, itertools.repeat(fault, 99)) as server:
+        with pytest.raises(PrepareError) as error:
+            prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+        assert len(server.requests) == prepare.ATTEMPTS
+    assert f"{server.url}/a.parquet" in str(error.value) and "run again" in str(error.value)
+    assert "\n" not in str(error.value) and not (tmp_path / "a.parquet").exists()
+    assert sum(hurried) <= prepare.ATTEMPTS * prepare.MAX_WAIT
+
+
+def test_an_interrupted_transfer_is_resumed_by_range_also_by_a_later_run(parquet, hurried, tmp_path):
+    third = len(parquet) // 3
+    (tmp_path / "a.parquet.part").write_bytes(parquet[:third])
+    with FaultyServer({"/a.parquet": parquet}, [http_faults.truncate]) as server:
+        prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+        ranges = [asked for _, asked in server.requests]
+    assert ranges[0] == f"bytes={third}-" and int(ranges[1][6:-1]) > third
+    assert tree(tmp_path) == {"a.parquet": parquet}
+
+
+@pytest.mark.parametrize("left", [b"rubbish", b"x" * 10**6], ids=["another file's beginning", "more than there is"])
+def test_what_an_earlier_run_left_may_be_wrong(parquet, hurried, tmp_path, left):
+    (tmp_path / "a.parquet.part").write_bytes(left)
+    with FaultyServer({"/a.parquet": parquet}) as server:
+        prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+    assert prepare.open_parquet(tmp_path / "a.parquet").metadata.num_rows == 1000
+
+
+def test_a_range_that_was_not_asked_for_is_not_used(parquet, hurried, tmp_path):
+    (tmp_path / "a.parquet.part").write_bytes(parquet[:100])
+    with FaultyServer({"/a.parquet": parquet}, [http_faults.wrong_range]) as server:
+        prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+    assert tree(tmp_path) == {"a.parquet": parquet}
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410])
+def test_what_will_not_change_is_not_tried_again(hurried, tmp_path, code):
+    with FaultyServer({}, itertools.repeat(http_faults.status(code))) as server:
+        with pytest.raises(PrepareError, match=f"status {code}; check HF_ENDPOINT"):
+            prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+        assert len(server.requests) == 1 and not hurried
+
+
+def test_retry_after_is_honoured_up_to_a_minute(parquet, hurried, tmp_path):
+    waits = [http_faults.status(429, Retry_After=after) for after in ("7", "86400", "Wed, 21 Oct 2015 07:28:00 GMT")]
+    with FaultyServer({"/a.parquet": parquet}, waits) as server:
+        prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+    assert hurried == [7, 60, 4]
+
+
+def test_a_slow_line_that_moves_is_given_more_attempts_but_not_for_ever(parquet, hurried, tmp_path):
+    body = parquet + bytes(12 * 2**20)  # no parquet file
+
+    def two_mebibytes(handler, body):
+        http_faults.respond(handler, body, send=2**21)
+
+    with FaultyServer({"/a.parquet": body}, itertools.repeat(two_mebibytes, 99)) as server:
+        with pytest.raises(PrepareError):
+            prepare.download(f"{server.url}/a.parquet", tmp_path / "a.parquet")
+        assert prepare.ATTEMPTS < len(server.requests) < 7 * prepare.ATTEMPTS
+
+    def two_mebibytes_of_a_whole(handler, body):
+        http_faults.respond(handler, body, send=2**21, ranges=False)
+
+    with FaultyServer({"/a.parquet": body}, itertools.repeat(two_mebibytes_of_a_whole, 99)) as server:
+        with pytest.raises(PrepareError):
+            prepare.download(f"{server.url}/a.parquet", tmp_path / "b.parquet")
+        assert len(server.requests) <= prepare.ATTEMPTS + 1
+
+
+def test_nobody_at_the_other_end_is_noticed_within_seconds():
+    start = time.perf_counter()
+    assert not prepare.reachable("http://127.0.0.1:9/a")
+    assert not prepare.reachable("not a url")
+    with FaultyServer({"/a": b""}) as server:
+        assert prepare.reachable(f"{server.url}/a") and prepare.reachable(f"{server.url}/404")
+    assert time.perf_counter() - start < 5
+
+
+# The whole of it
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, bytes]:
+    """climbmix in small, as the hub serves it."""
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = {}
+    for name, seed in (("shard_00000.parquet", 0), ("shard_00001.parquet", 1), (prepare.VAL_FILE, 2)):
+        buffer = io.BytesIO()
+        pq.write_table(pa.table({"text": texts(seed, count=3000)}), buffer)
+        files[CLIMBMIX + name] = buffer.getvalue()
+    return files
+
+
+@pytest.fixture(scope="module")
+def undisturbed(served, tmp_path_factory) -> Path:
+    cache = tmp_path_factory.mktemp("undisturbed")
+    with FaultyServer(served) as server:
+        run = run_prepare("--num-shards", 2, cache=cache, HF_ENDPOINT=server.url)
+    assert run.returncode == 0 and "ready: climbmix-" in run.stdout, run
+    return cache
+
+
+def test_climbmix_comes_from_the_endpoint_and_stays_in_the_cache(undisturbed, served):
+    """Also where the server proposes other names: http_faults sends a Content-Disposition with ../ in it."""
+    raw = undisturbed / "climbmix" / "raw"
+    assert tree(raw) == {name.rpartition("/")[2]: body for name, body in served.items()}
+    assert {path.name for path in undisturbed.iterdir()} == {"climbmix", "current", "lock"}
+    assert not list(undisturbed.parent.rglob("escaped*"))
+
+
+def test_faults_on_the_way_change_nothing_in_the_end(undisturbed, served, tmp_path):
+    faults = [http_faults.truncate, http_faults.corrupt]
+    with FaultyServer(served, faults) as server:
+        run = run_prepare("--num-shards", 2, cache=tmp_path, HF_ENDPOINT=server.url)
+    assert run.returncode == 0 and run.stdout.count("again in") == 2, run
+    assert tree(tmp_path) == tree(undisturbed)
+
+
+def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Path, seed: int) -> None:
+    """SIGKILL at a random moment of download, tokenizer training or tokenizing, in turn; then an undisturbed run."""
+    begins, lasts = [("shard_00000.parquet.part", 0.8), (prepare.VAL_FILE, 0.4), ("tokenizer.txt", 0.6)][seed % 3]
+    moment = np.random.RandomState(seed).uniform(0, lasts)
+    command = [sys.executable, str(ROOT / "prepare.py"), "--data", "climbmix", "--num-shards", "2"]
+    with FaultyServer(served, delay=0.01) as server:
+        environment = os.environ | {"AUTORESEARCH_CACHE": str(cache), "HF_ENDPOINT": server.url}
+        victim = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        while victim.poll() is None and not list(cache.rglob(begins)):
+            time.sleep(0.005)
+        time.sleep(moment)
+        victim.kill()
+        victim.wait()
+        for path in cache.rglob("*.parquet"):
+            prepare.open_parquet(path)  # never a half file under a final name
+        run = run_prepare("--data", "climbmix", "--num-shards", 2, cache=cache, HF_ENDPOINT=server.url)
+    assert run.returncode == 0, run.stderr
+    assert tree(cache) == tree(undisturbed), f"killed {moment:.2f} s after {begins}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_run(
+    served, undisturbed, tmp_path, seed
+):
+    killed_and_run_again(served, undisturbed, tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 33))
+def test_killed_at_thirty_more_moments(served, undisturbed, tmp_path, seed):
+    killed_and_run_again(served, undisturbed, tmp_path, seed)
+
+
+def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
+    with FaultyServer(served, delay=0.01) as server:
+        results = []
+        arguments = {"cache": tmp_path, "HF_ENDPOINT": server.url}
+        threads = [
+            threading.Thread(target=lambda: results.append(run_prepare("--num-shards", 2, **arguments)))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [run.returncode for run in results] == [0, 0], results
+    assert any("another prepare.py is at work" in run.stdout for run in results)
+    assert len(server.requests) == 3 and tree(tmp_path) == tree(undisturbed)
+
+
+# Token shards and tokenizer
+
+
+@pytest.fixture
+def shard(tokenizer, tmp_path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copy(tokenizer.directory / "val_00000.bin", tmp_path))
+
+
+def test_any_flipped_bit_is_found_at_once_or_by_verify(shard, tokenizer):
+    good = shard.read_bytes()
+    n = len(prepare.open_shard(shard, tokenizer.fingerprint).tokens)
+    end_of_body = prepare.BODY + 2 * n
+    random = np.random.RandomState(0)
+    header_and_index = [*range(prepare.BODY), *range(end_of_body, len(good))]
+    for position in [*random.choice(header_and_index, 200), 0, prepare.BODY - 1, end_of_body, len(good) - 1]:
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << random.randint(8)
+        shard.write_bytes(damaged)
+        with pytest.raises(PrepareError, match="delete it and run"):
+            prepare.open_shard(shard, tokenizer.fingerprint)
+    for position in [*random.randint(prepare.BODY, end_of_body, 50), prepare.BODY, end_of_body - 1]:
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << random.randint(8)
+        shard.write_bytes(damaged)
+        prepare.open_shard(shard, tokenizer.fingerprint)
+        with pytest.raises(PrepareError, match="damaged tokens"):
+            prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+
+
+def test_any_truncation_or_extension_is_found(shard, tokenizer):
+    good = shard.read_bytes()
+    for content in [good[:n] for n in (0, 1, 100, prepare.BODY, len(good) // 2, len(good) - 1)] + [good + b"\0"]:
+        shard.write_bytes(content)
+        with pytest.raises(PrepareError):
+            prepare.open_shard(shard, tokenizer.fingerprint)
+
+
+def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):
+    cache = Path(shutil.copytree(prepared, tmp_path / "cache"))
+    assert run_prepare("--verify", cache=cache).returncode == 0
+    (victim,) = cache.rglob("train_00001.bin")
+    content = bytearray(victim.read_bytes())
+    content[1000] ^= 1
+    victim.write_bytes(content)
+    run = run_prepare("--verify", cache=cache)
+    assert run.returncode == 1 and "train_00001.bin: damaged tokens; delete it" in run.stderr, run
+
+
+@pytest.mark.parametrize(("tokens", "documents"), [(2**62, 0), (0, 2**60), (2**63, 2**63), (2**64 - 1, 2**64 - 1)])
+def test_absurd_sizes_in_a_header_allocate_nothing(shard, tokenizer, tokens, documents):
+    content = shard.read_bytes()
+    fields = list(prepare.HEADER.unpack(content[: prepare.HEADER.size]))
+    fields[3:5] = tokens, documents
+    shard.write_bytes(prepare.HEADER.pack(*fields) + content[prepare.HEADER.size :])
+    tracemalloc.start()
+    with pytest.raises(PrepareError, match="do not hold"):
+        prepare.open_shard(shard, tokenizer.fingerprint)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_nothing_in_the_cache_can_run_code():
+    nodes = list(ast.walk(ast.parse(Path(prepare.__file__).read_text())))
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    imports = {a.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}
+    assert {"print", "os.replace"} <= names and "hashlib" in imports  # the search finds what is there
+    assert not names & {"eval", "exec", "compile", "__import__", "torch.load", "np.load", "np.fromfile"}
+    assert not imports & {"pickle", "marshal", "shelve", "importlib", "yaml"}
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", ".", "..", "", "a/b", "a\0b", "\n", "x" * 10**6, "\udcff"])
+def test_the_current_dataset_never_lies_outside_the_cache(tmp_path, monkeypatch, name):
+    (tmp_path / "elsewhere").mkdir()
+    cache = tmp_path / "cache"
+    (cache / "a" / "b").mkdir(parents=True)
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
+    (cache / "current").write_bytes(name.encode(errors="surrogateescape"))
+    with pytest.raises(PrepareError, match="no data prepared"):
+        prepare.current_dataset()
+
+
+def test_links_left_in_a_strangers_cache_are_not_written_through(served, tmp_path, monkeypatch):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    raw = tmp_path / "cache" / "climbmix" / "raw"
+    raw.mkdir(parents=True)
+    for link in (raw / "shard_00000.parquet.part", raw.parent / "tokenizer.txt.tmp", raw.parent / "tokenizer.txt"):
+        link.symlink_to(precious)
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    with FaultyServer(served) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        prepare.prepare("climbmix", 1)
+    assert precious.read_text() == "mine"
+
+
+# Fuzzing: whatever a file holds, it is read or it is a PrepareError. 10,000 cases each with `-m slow`.
+
+
+@st.composite
+def mutations(draw, good: bytes) -> bytes:
+    """Pieces of a good file replaced, inserted, removed, or something else altogether."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=300))
+    data = bytearray(good)
+    for _ in range(draw(st.integers(1, 3))):
+        # half of the changes in the first 200 bytes, where the headers are
+        start = draw(st.integers(0, min(200, len(data))) | st.integers(0, len(data)))
+        data[start : start + draw(st.sampled_from([0, 1, 8, 64, 10**6]))] = draw(st.binary(max_size=16))
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(prepared, tmp_path_factory) -> Path:
+    """A dataset with few tokens: 256 bytes and 40 pairs."""
+    folder = tmp_path_factory.mktemp("fuzzed")
+    ranks = {bytes([i]): i for i in range(256)} | {b"a" + bytes([97 + i]): 256 + i for i in range(40)}
+    (folder / "tokenizer.txt").write_bytes(Tokenizer.dump(ranks))
+    tokenizer = Tokenizer.from_directory(folder)
+    write_parquet(folder / "a.parquet", ["aaab abac", "text", "some text more"])
+    prepare.tokenize(prepare.Part(folder / "a.parquet"), folder / "a.bin", tokenizer, float("inf"))
+    log = folder / "results.tsv"
+    for i in range(4):
+        prepare.log_result(val_bpb=1 + i / 10, memory_gb=1, gpu="g", dataset="d", commit="c", description="é", path=log)
+    return folder
+
+
+def fuzz_shard(folder: Path, data) -> None:
+    path, fingerprint = folder / "fuzzed.bin", Tokenizer.from_directory(folder).fingerprint
+    path.write_bytes(data.draw(mutations((folder / "a.bin").read_bytes())))
+    try:
+        shard = prepare.open_shard(path, fingerprint, verify=True)
+    except PrepareError:
+        return
+    assert path.read_bytes() == (folder / "a.bin").read_bytes() and len(shard.tokens)
+
+
+def fuzz_tokenizer(folder: Path, data) -> None:
+    (folder / "sub").mkdir(exist_ok=True)
+    (folder / "sub" / "tokenizer.txt").write_bytes(data.draw(mutations((folder / "tokenizer.txt").read_bytes())))
+    try:
+        tokenizer = Tokenizer.from_directory(folder / "sub")
+    except PrepareError:
+        return
+    text = "abac naïve\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def fuzz_results(folder: Path, data) -> None:
+    path = folder / "fuzzed.tsv"
+    path.write_bytes(data.draw(mutations((folder / "results.tsv").read_bytes())))
+    rows = prepare.read_results(path)
+    assert all(set(row) == set(prepare.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
+
+
+FUZZERS = pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
+FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@FUZZERS
+@settings(max_examples=300, **FUZZ)
+@given(data=st.data())
+def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
+    fuzz(fuzzed, data)
+
+
+@pytest.mark.slow
+@FUZZERS
+@settings(max_examples=10_000, **FUZZ)
+@given(data=st.data())
+def test_no_file_of_ten_thousand_makes_a_reader_fail_otherwise(fuzzed, fuzz, data):
+    fuzz(fuzzed, data)
+
+
+# results.tsv
+
+HEADER = "\t".join(prepare.COLUMNS) + "\n"
+ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\n"
+
+
+def log(path: Path, val_bpb: float = 1.0) -> str:
+    return prepare.log_result(
+        val_bpb=val_bpb, memory_gb=1.0, gpu="T4", dataset="d", commit="1234567", description="now", path=path
+    )
+
+
+@pytest.mark.parametrize("content", [None, b"", HEADER.encode(), (HEADER + ROW).encode(), (HEADER + ROW)[:-1].encode()])
+def test_the_row_comes_after_whatever_rows_there_are(tmp_path, content):
+    path = tmp_path / "results.tsv"
+    if content is not None:
+        path.write_bytes(content)
+    assert log(path) == "keep"
+    lines = path.read_text().splitlines()
+    assert lines[0] + "\n" == HEADER and lines[-1].startswith("1234567\t1.000000\t1.0\tkeep\tnow")
+    assert len(lines) == len((content or HEADER.encode()).splitlines()) + 1
+
+
+@pytest.mark.parametrize("garbage", [b"half a row\t1.0", b"\xff\xfe\0\0", b"\n\n\n", ("x" * 10**6).encode()])
+def test_garbage_at_the_end_does_not_swallow_the_row(tmp_path, garbage):
+    path = tmp_path / "results.tsv"
+    path.write_bytes((HEADER + ROW).encode() + garbage)
+    assert log(path, 1.3) == "discard"
+    assert [row["description"] for row in prepare.read_results(path)] == ["before", "now"]
+    assert path.read_bytes().startswith((HEADER + ROW).encode() + garbage)
+
+
+@pytest.mark.parametrize(
+    "content", ["commit\tval_bpb\tmemory_gb\tstatus\tdescription\n", ROW, "something else\n", "\n" + HEADER]
+)
+def test_a_file_with_another_or_no_header_is_left_alone_and_the_row_rescued(tmp_path, capsys, content):
+    path = tmp_path / "results.tsv"
+    path.write_text(content)
+    assert log(path, 1.1) == "keep" and log(path, 1.15) == "discard"
+    assert path.read_text() == content
+    rescued = path.with_name("results.tsv.rescued")
+    assert [row["val_bpb"] for row in prepare.read_results(rescued)] == [1.1, 1.15]
+    assert "1234567\t1.150000\t1.0\tdiscard\tnow\tT4\td" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_opened_has_its_row_rescued(tmp_path, capsys):
+    (tmp_path / "results.tsv").mkdir()
+    assert log(tmp_path / "results.tsv") == "keep"
+    assert len(prepare.read_results(tmp_path / "results.tsv.rescued")) == 1
+    assert "refuses this row" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_leaves_the_row_on_stderr(tmp_path, capsys):
+    assert log(tmp_path / "gone" / "results.tsv") == "keep"
+    assert "1234567\t1.000000\t1.0\tkeep\tnow\tT4\td" in capsys.readouterr().err
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_read_only_file_has_its_row_rescued(tmpfs, capsys):
+    (tmpfs / "results.tsv").write_text(HEADER + ROW)
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+    assert log(tmpfs / "results.tsv", 1.3) == "discard"
+    assert "1.300000\t1.0\tdiscard\tnow" in capsys.readouterr().err
+
+
+def test_half_a_row_is_never_written(tmp_path):
+    """The file may grow by 20 bytes only; the sibling has room."""
+    path = tmp_path / "results.tsv"
+    path.write_text(HEADER + ROW * 20)
+    size, fields = path.stat().st_size, "val_bpb=1, memory_gb=1, gpu='T4', dataset='d', commit='c', description='now'"
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
+
+    command = [sys.executable, "-B", "-c", f"import prepare; prepare.log_result({fields}, path={str(path)!r})"]
+    run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
+    assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
+    assert path.read_text() == HEADER + ROW * 20
+    assert len(prepare.read_results(tmp_path / "results.tsv.rescued")) == 1
+
+
+@pytest.mark.parametrize("away", ["removed", "replaced"])
+def test_a_file_removed_or_replaced_while_it_is_written_gets_the_row_anew(tmp_path, monkeypatch, away):
+    path = tmp_path / "results.tsv"
+    path.write_text(HEADER + ROW)
+    fsync = os.fsync
+
+    def meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        path.unlink()
+        if away == "replaced":
+            path.write_text(HEADER)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    log(path)
+    assert [row["description"] for row in prepare.read_results(path)] == ["now"]
+
+
+def test_a_lock_that_is_never_given_back_does_not_hang_the_log(tmp_path, monkeypatch):
+    import fcntl
+
+    path = tmp_path / "results.tsv"
+    path.write_text(HEADER)
+    clock = itertools.count(0, 4)
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    with open(path) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert log(path) == "keep"
+    assert len(prepare.read_results(path)) == 1
+
+
+def test_requests_is_what_download_expects():
+    """Failures of every kind share the class that download() catches."""
+    kinds = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, requests.HTTPError)
+    assert all(issubclass(kind, requests.RequestException) for kind in kinds)

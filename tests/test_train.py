@@ -1,0 +1,366 @@
+"""Claims about train.py: the gate, the model, the optimizer, the warm-up and the loop. Whole processes: test_run.py."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from prepare import Clock
+
+VOCAB = 512
+TINY = dataclasses.replace(
+    train.PLATFORMS["cpu"], depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch=2, total_batch=128
+)
+
+
+def build(platform=TINY, seed=0):
+    torch.manual_seed(seed)
+    model = train.build_model(platform, VOCAB, None)
+    return model, train.make_optimizer(model)
+
+
+def batches(platform=TINY, seed=1):
+    """The same random batch for ever."""
+    torch.manual_seed(seed)
+    tokens = torch.randint(VOCAB, (platform.device_batch, platform.seq_len + 1))
+    return itertools.repeat((tokens[:, :-1], tokens[:, 1:], 1))
+
+
+# -- Platform
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_fa3", "row", "dtype", "attention"),
+    [
+        (None, False, "cpu", torch.float32, "sdpa"),
+        ((7, 0), True, "turing", torch.float16, "sdpa"),
+        ((7, 5), True, "turing", torch.float16, "sdpa"),
+        ((8, 0), True, "ampere", torch.bfloat16, "fa3"),
+        ((8, 0), False, "ampere", torch.bfloat16, "sdpa"),
+        ((8, 6), False, "ampere", torch.bfloat16, "sdpa"),
+        ((8, 9), False, "ampere", torch.bfloat16, "sdpa"),
+        ((9, 0), True, "hopper", torch.bfloat16, "fa3"),
+        ((9, 0), False, "hopper", torch.bfloat16, "sdpa"),
+        ((10, 0), True, "ampere", torch.bfloat16, "sdpa"),
+        ((12, 0), True, "ampere", torch.bfloat16, "sdpa"),
+    ],
+)
+def test_platform_follows_from_the_capability(capability, has_fa3, row, dtype, attention):
+    platform = train.pick_platform(capability, has_fa3)
+    assert (platform.name, platform.dtype, platform.attention) == (row, dtype, attention)
+
+
+@pytest.mark.parametrize("arguments", [((6, 1),), ((5, 2), False, "turing"), (None, False, "hopper")])
+def test_a_gpu_that_cannot_run_the_row_is_refused_with_the_remedy(arguments):
+    with pytest.raises(SystemExit, match=r"^train.py: .*--platform cpu"):
+        train.pick_platform(*arguments)
+
+
+def test_a_forced_row_wins_over_the_capability():
+    assert train.pick_platform((9, 0), True, "turing").dtype == torch.float16
+    assert train.pick_platform((6, 1), False, "cpu").device == "cpu"
+
+
+@pytest.mark.parametrize("platform", train.PLATFORMS.values(), ids=lambda p: p.name)
+def test_sizes_of_every_row_divide(platform):
+    assert platform.n_embd % platform.head_dim == 0
+    assert platform.total_batch % (platform.device_batch * platform.seq_len) == 0
+    assert platform.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
+
+
+# -- Model
+
+
+def test_model_is_causal():
+    model, _ = build()
+    train_a_little(model)  # at initialisation every block is the identity, and causality would be trivial
+    tokens = torch.randint(VOCAB, (2, TINY.seq_len))
+    changed = tokens.clone()
+    changed[:, 40] = (changed[:, 40] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
+    assert (before[:, 41:] - after[:, 41:]).abs().max() > 1e-3, "a token must change what follows it"
+
+
+def train_a_little(model, steps=3):
+    optimizer, loader = train.make_optimizer(model), batches()
+    for step in range(steps):
+        train.set_schedules(optimizer, 0.0, step)
+        train.train_step(model, optimizer, train.make_scaler(TINY), loader, 1)
+
+
+def test_first_loss_is_about_ln_v():
+    model, _ = build()
+    x, y, _ = next(batches())
+    assert abs(model(x, y).item() - math.log(VOCAB)) < 0.05
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    model, _ = build()
+    train_a_little(model)
+    x, y, _ = next(batches(seed=2))
+    y = y.clone()
+    y[0, :5] = -1
+    with torch.no_grad():
+        expected = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
+        torch.testing.assert_close(model(x, y, reduction="none"), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(x, y), expected.sum() / (y >= 0).sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_flops_count_every_matrix_six_times():
+    model, _ = build()
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.lambdas.numel()
+    tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding))
+    attention = 12 * TINY.depth * TINY.n_embd * TINY.seq_len
+    assert model.flops_per_token() == 6 * (matrices - tables) + attention
+
+
+@pytest.mark.gpu
+def test_fa3_and_sdpa_rows_agree():
+    flash = train.load_fa3()
+    if flash is None:
+        pytest.skip("flash_attn_interface is not installed")
+    row = dataclasses.replace(train.PLATFORMS["hopper"], depth=2, seq_len=256)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        fa3 = train.GPT(row, VOCAB, flash)
+        sdpa = train.GPT(dataclasses.replace(row, attention="sdpa"), VOCAB, None)
+        for model in (fa3, sdpa):
+            model.init_weights()
+        for p in fa3.parameters():
+            torch.nn.init.normal_(p, std=0.05)
+        sdpa.load_state_dict(fa3.state_dict())
+        for block in fa3.blocks:
+            block.attn.window = row.seq_len  # SDPA has no windows
+        tokens = torch.randint(VOCAB, (2, 256))
+    with torch.no_grad():
+        a, b = fa3(tokens), sdpa(tokens)
+    assert ((a - b).norm() / b.norm()).item() < 2e-2  # two bf16 attentions
+
+
+# -- Optimizer
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model, optimizer = build()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) and set(held) == set(model.parameters())
+
+
+def test_polar_express_orthogonalizes():
+    torch.manual_seed(0)
+    for rows, cols in [(64, 64), (96, 32), (32, 96)]:
+        x = torch.randn(3, rows, cols)
+        singular = torch.linalg.svdvals(train.polar_express(x / x.norm(dim=(-2, -1), keepdim=True)))
+        assert singular.max() < 1.25 and singular.median() > 0.7
+
+
+def test_adamw_matches_torch():
+    torch.manual_seed(0)
+    ours, reference = (torch.nn.Parameter(torch.ones(7, 5)) for _ in range(2))
+    group = dict(kind="adamw", params=[ours], lr=0.1, betas=(0.8, 0.95), weight_decay=0.01, momentum=0.0)
+    optimizer = train.MuonAdamW([group], torch.float32, compile=False)
+    adamw = torch.optim.AdamW([reference], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.01)
+    for _ in range(5):
+        ours.grad = torch.randn(7, 5)
+        reference.grad = ours.grad.clone()
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(ours, reference)
+
+
+def test_muon_update_is_an_orthogonal_step_of_the_learning_rate():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(3 * 64, 64))  # like c_qkv: three matrices in one parameter
+    group = dict(kind="muon", shape=(64, 64), params=[p], lr=0.1, betas=None, weight_decay=0.0, momentum=0.0)
+    optimizer = train.MuonAdamW([group], torch.float32, compile=False)
+    p.grad = torch.randn(3 * 64, 64)
+    optimizer.step()
+    for matrix, grad in zip(p.detach().split(64), p.grad.split(64), strict=True):
+        assert (matrix * grad).sum() < 0, "downhill"
+        # NorMuon evens the rows out and keeps the norm of the orthogonal matrix: 0.1 * sqrt(64)
+        assert matrix.norm().item() == pytest.approx(0.1 * 8, rel=0.15)
+        assert (matrix.norm(dim=1).std() / matrix.norm(dim=1).mean()).item() < 1e-3
+
+
+def test_overflow_skips_the_step_and_changes_no_bit():
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    train.train_step(model, optimizer, scaler, batches(), 1)
+    tensors = [*model.parameters(), *optimizer.tensors()[:1], *optimizer.tensors()[3:]]  # not the counters of skips
+    before = [t.detach().clone() for t in tensors]
+    hook = model.head.weight.register_hook(lambda grad: grad * math.inf)
+    train.train_step(model, optimizer, scaler, batches(), 1)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert optimizer.counters[1].item() == 1
+    assert scaler.get_scale() == 2.0
+    train.train_step(model, optimizer, scaler, batches(), 1)
+    assert not torch.equal(before[0], tensors[0]), "and the next step goes on"
+
+
+def test_loss_scale_does_not_change_the_update():
+    runs = []
+    for enabled in (False, True):
+        model, optimizer = build()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        for step in range(3):
+            train.set_schedules(optimizer, 0.0, step)
+            train.train_step(model, optimizer, scaler, batches(), 1)
+        runs.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-5)
+
+
+# -- Schedules, warm-up, loop
+
+
+def test_schedules_run_from_full_rate_to_the_final_fraction():
+    _, optimizer = build()
+    train.set_schedules(optimizer, 0.0, 0)
+    assert all(group["lr"] == group["initial_lr"] for group in optimizer.param_groups)
+    train.set_schedules(optimizer, 1.0, 10_000)
+    for group in optimizer.param_groups:
+        assert group["lr"] == pytest.approx(train.FINAL_LR * group["initial_lr"])
+        if group["kind"] == "muon":
+            assert group["momentum"] == pytest.approx(0.95) and group["weight_decay"] == 0
+
+
+def test_warm_up_restores_every_tensor_and_the_rng_bit_for_bit():
+    model, optimizer = build()
+    tensors = [*model.parameters(), *model.buffers(), *optimizer.tensors()]
+    before, rng = [t.detach().clone() for t in tensors], torch.get_rng_state()
+    assert train.warm_up(model, optimizer, TINY) == TINY
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_out_of_memory_in_warm_up_halves_the_device_batch(monkeypatch, capsys):
+    model, optimizer = build()
+    real, seen = train.train_step, []
+
+    def step(model, optimizer, scaler, loader, accumulation):
+        size = next(loader)[0].size(0)
+        seen.append(size)
+        if size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, optimizer, scaler, loader, accumulation)
+
+    monkeypatch.setattr(train, "train_step", step)
+    before = [p.detach().clone() for p in model.parameters()]
+    platform = train.warm_up(model, optimizer, dataclasses.replace(TINY, device_batch=8, total_batch=1024))
+    assert seen == [8, 4, 2] and platform.device_batch == 2 and platform.total_batch == 1024
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert capsys.readouterr().out.count("halved") == 2
+
+
+def test_accumulation_equals_one_large_batch():
+    large = dataclasses.replace(TINY, device_batch=4, total_batch=256)
+    tokens = torch.randint(VOCAB, (4, TINY.seq_len + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    runs = []
+    for platform, parts in ((large, [(x, y, 1)]), (TINY, [(x[:2], y[:2], 1), (x[2:], y[2:], 1)])):
+        model, optimizer = build(platform)
+        loss, _ = train.train_step(model, optimizer, train.make_scaler(platform), iter(parts), len(parts))
+        # all but the lambdas: identity blocks leave them gradients of pure rounding, and AdamW makes steps of those
+        matrices = [p.detach().flatten() for p in model.parameters() if p is not model.lambdas]
+        runs.append((loss, torch.cat(matrices)))
+    torch.testing.assert_close(runs[0][0], runs[1][0])
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-3, atol=1e-4)
+
+
+def test_twenty_steps_overfit_one_batch():
+    model, optimizer = build()
+    losses = []
+    for step in range(20):
+        train.set_schedules(optimizer, step / 20, step)
+        losses.append(train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)[0].item())
+    assert losses[0] > 6 and losses[-1] < 0.5, losses
+
+
+def run_loop(seed=0, tokens=128 * 6, loader=None):
+    model, optimizer = build(seed=seed)
+    clock = Clock(tokens=tokens)
+    steps = train.train(model, optimizer, train.make_scaler(TINY), loader or batches(), TINY, clock)
+    return steps, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_loop_spends_its_token_budget_and_repeats_bit_for_bit(capsys):
+    (steps, first), (_, second) = run_loop(), run_loop()
+    assert steps == 6
+    assert torch.equal(first, second)
+    assert not torch.equal(first, run_loop(seed=1)[1])
+    assert "step 00002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad_step", [1, 6])
+def test_a_lost_loss_ends_the_run_with_its_reason(monkeypatch, bad_step):
+    real, calls = train.train_step, itertools.count(1)
+
+    def step(*args):
+        loss, epoch = real(*args)
+        return (loss * math.nan if next(calls) == bad_step else loss), epoch
+
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(FloatingPointError, match=f"nan at step {bad_step}"):
+        run_loop()
+
+
+def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch):
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.5, growth_interval=10**6)
+    with pytest.raises(FloatingPointError, match="GradScaler below 1 for 50 steps"):
+        train.train(model, optimizer, scaler, batches(), TINY, Clock(tokens=128 * 100))
+
+
+# -- 4-bit training, and the weights on disk
+
+
+def test_round_to_nf4_changes_the_block_matrices_only():
+    model, _ = build()
+    train_a_little(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train.round_to_nf4(model)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {n for n in before if n.endswith(("c_qkv.weight", "c_proj.weight", "c_fc.weight"))}
+    for name in changed:
+        error = (dict(model.named_parameters())[name] - before[name]).norm() / before[name].norm()
+        assert 0.01 < error < 0.15, (name, error)
+
+
+def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
+    monkeypatch.setattr(train, "FOUR_BIT", True)
+    model, optimizer = build()
+    losses = []
+    for step in range(15):
+        train.set_schedules(optimizer, step / 15, step)
+        losses.append(train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)[0].item())
+    assert losses[-1] < 1.5, losses
+    for linear in train.block_linears(model):
+        packed, absmax = train.quantize_4bit(linear.weight.detach())
+        assert torch.equal(packed.flatten(), linear.packed.flatten())
+        assert torch.equal(absmax.flatten(), linear.absmax.flatten())
+
+
+def test_checkpoint_round_trip(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "CHECKPOINT", tmp_path / "model.safetensors")
+    model, _ = build()
+    train_a_little(model)
+    train.save_checkpoint(model, {"official": False, "gpu": "cpu"})
+    loaded, metadata = train.load_checkpoint(train.PLATFORMS["cpu"], VOCAB, None)
+    assert metadata == {"official": False, "gpu": "cpu"}
+    tokens = torch.randint(VOCAB, (1, 16))
+    with torch.no_grad():
+        assert torch.equal(model(tokens), loaded(tokens))
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_sampling_without_a_checkpoint_names_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "CHECKPOINT", tmp_path / "model.safetensors")
+    with pytest.raises(SystemExit, match=r"Run python train.py first"):
+        train.load_checkpoint(TINY, VOCAB, None)

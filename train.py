@@ -1,0 +1,738 @@
+"""
+Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
+
+    python train.py                  # 300 s on whatever GPU is there; one row in results.tsv
+    python train.py --seconds 30     # a smoke run: never logged
+    python train.py --sample "Once"  # text from the weights that the last run saved
+
+In the line of nanoGPT, nanochat, modded-nanogpt and karpathy/autoresearch. This is the file to edit; prepare.py holds
+what must not move (data, metric, clock, log), kernels.py the fused loss and the 4-bit linear.
+"""
+
+import os
+import time
+
+START = time.perf_counter()  # total_seconds counts the imports too
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation; read at first use
+
+import argparse
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import itertools
+import json
+import math
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from kernels import Linear4bit, dequantize_4bit, fused_linear_cross_entropy, quantize_4bit
+from prepare import (
+    EVAL_TOKENS,
+    MAX_SEQ_LEN,
+    TIME_BUDGET,
+    Clock,
+    Tokenizer,
+    TokenStream,
+    dataset_id,
+    evaluate_bpb,
+    log_result,
+    make_dataloader,
+    read_results,
+)
+
+# ---------------------------------------------------------------------------
+# Hyperparameters: what an agent edits. Sizes stand in PLATFORMS below, one row a kind of GPU.
+# ---------------------------------------------------------------------------
+
+WINDOW_PATTERN = "SSSSL"   # attention per layer, repeated: S = short window, L = the whole context; the last layer is L
+ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
+SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
+INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
+X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
+FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
+
+MATRIX_LR = 0.04           # everything inside the blocks (Muon)
+EMBEDDING_LR = 0.8         # token and value embeddings (AdamW); AdamW's are for width 768, scaled by its -1/2 power
+UNEMBEDDING_LR = 0.005     # output head (AdamW)
+SCALAR_LR = 0.5            # per-layer residual and x0 scalars (AdamW)
+ADAM_BETAS = (0.8, 0.95)
+MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
+VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
+MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
+WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
+FINAL_LR = 0.05            # ... to this fraction
+
+# ---------------------------------------------------------------------------
+# Platform: the one place that knows about GPUs
+# ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a kind of GPU can do, and the experiment that fits it in five minutes."""
+
+    name: str
+    device: str             # "cuda" or "cpu"
+    dtype: torch.dtype      # of activations and GEMMs; parameters, gradients and optimizer state are fp32 everywhere
+    attention: str          # "fa3" or "sdpa"
+    depth: int              # layers
+    n_embd: int             # width of the residual stream
+    head_dim: int
+    seq_len: int            # tokens
+    window: int             # tokens that S layers see: FA3 slides it, SDPA cuts the sequence into pieces of it
+    device_batch: int       # sequences in one forward and backward; halved when memory runs out
+    total_batch: int        # tokens in one optimizer step
+    peak_flops: float = 0.0  # dense, in dtype, for mfu_percent
+
+
+#               name      device  dtype           attention  depth  n_embd  head_dim  seq_len  window  device_batch  total_batch
+PLATFORMS = {
+    "hopper": Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,    640,    128,      2048,    256,    64,           2**17),
+    "ampere": Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,    512,    128,      2048,    2048,   16,           2**16),
+    "turing": Platform("turing", "cuda", torch.float16,  "sdpa", 4,    384,    64,       1024,    1024,   32,           2**15),
+    "cpu":    Platform("cpu",    "cpu",  torch.float32,  "sdpa", 4,    128,    32,       256,     256,    16,           2**12),
+}  # fmt: skip
+
+# Dense fp16/bf16 peak by compute capability: datasheets of V100, T4, A100, RTX 3090, 4090, H100, B200, RTX 5090
+PEAK_FLOPS = {(7, 0): 125e12, (7, 5): 65e12, (8, 0): 312e12, (8, 6): 71e12, (8, 9): 165e12,
+              (9, 0): 989.5e12, (10, 0): 2250e12, (12, 0): 209.5e12}  # fmt: skip
+
+
+def pick_platform(capability: tuple[int, int] | None, has_fa3: bool = False, row: str | None = None) -> Platform:
+    """The row for a compute capability (None: no GPU), or the named row. Pure: asks the machine nothing.
+
+    Capability decides, never torch.cuda.is_bf16_supported(): that says True on a T4, which only emulates bf16.
+    """
+    if capability is None:
+        if row not in (None, "cpu"):
+            raise SystemExit(f"train.py: --platform {row} needs a CUDA GPU, and none is visible. Use --platform cpu.")
+        return PLATFORMS["cpu"]
+    if capability < (7, 0) and row != "cpu":
+        raise SystemExit(f"train.py: compute capability {capability} is too old, 7.0 is the least. Use --platform cpu.")
+    row = row or ("turing" if capability < (8, 0) else "hopper" if capability[0] == 9 else "ampere")
+    platform = dataclasses.replace(PLATFORMS[row], peak_flops=PEAK_FLOPS.get(capability, 0.0) if row != "cpu" else 0.0)
+    if platform.dtype == torch.bfloat16:
+        # FA3's binaries end at Hopper: on Blackwell SDPA has cuDNN's kernels
+        fa3 = has_fa3 and capability < (10, 0)
+        full = {} if fa3 else {"window": platform.seq_len}
+        platform = dataclasses.replace(platform, attention="fa3" if fa3 else "sdpa", **full)
+    return platform
+
+
+def load_fa3():
+    """FlashAttention-3's official module, or None."""
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except (ImportError, OSError):
+        return None
+
+
+# ---------------------------------------------------------------------------
+# GPT: RoPE, QK-norm, ReLU^2, value embeddings, residual and x0 scalars, untied softcapped head
+# ---------------------------------------------------------------------------
+
+
+def norm(x):
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of (B, T, H, D), tables (T, 1, D): the halves of D are real and imaginary parts.
+
+    The halves are exchanged by a flip, which compiles to an index; chunk and cat cost three times the memory's time.
+    """
+    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
+
+
+class Linear(nn.Linear):
+    """An fp32 master weight that computes in the dtype of its input: autocast without its bookkeeping."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def block_linear(in_features, out_features):
+    return Linear4bit(in_features, out_features, trainable=True) if FOUR_BIT else Linear(in_features, out_features)
+
+
+class Attention(nn.Module):
+    GATE_CHANNELS = 32  # of the input that open and close the value embedding
+
+    def __init__(self, platform, window, has_value_embed, flash):
+        super().__init__()
+        self.n_head, self.head_dim = platform.n_embd // platform.head_dim, platform.head_dim
+        self.window, self.flash = window, flash
+        self.c_qkv = block_linear(platform.n_embd, 3 * platform.n_embd)
+        self.c_proj = block_linear(platform.n_embd, platform.n_embd)
+        self.value_gate = Linear(self.GATE_CHANNELS, self.n_head) if has_value_embed else None
+
+    def forward(self, x, value_embed, cos, sin):
+        B, T, C = x.shape
+        q, k, v = self.c_qkv(x).view(B, T, 3, self.n_head, self.head_dim).unbind(2)  # 3 x (B, T, H, D)
+        if value_embed is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.GATE_CHANNELS]))  # (B, T, H), 1 at init
+            v = v + gate.unsqueeze(-1) * value_embed.view(B, T, self.n_head, self.head_dim)
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        if self.flash is not None:
+            y = self.flash.flash_attn_func(q, k, v, causal=True, window_size=(self.window, 0))
+        else:
+            q, k, v = (t.reshape(-1, min(self.window, T), *t.shape[2:]).transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (B*T/W, H, W, D)
+        return self.c_proj(y.reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, platform):
+        super().__init__()
+        self.c_fc = block_linear(platform.n_embd, 4 * platform.n_embd)
+        self.c_proj = block_linear(4 * platform.n_embd, platform.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, platform, window, has_value_embed, flash):
+        super().__init__()
+        self.attn = Attention(platform, window, has_value_embed, flash)
+        self.mlp = MLP(platform)
+
+    def forward(self, x, x0, lambdas, value_embed, cos, sin):
+        x = lambdas[0] * x + lambdas[1] * x0  # (B, T, C)
+        x = x + self.attn(norm(x), value_embed, cos, sin)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, platform: Platform, vocab_size: int, flash=None):
+        super().__init__()
+        self.platform = platform
+        depth, n_embd, seq_len = platform.depth, platform.n_embd, platform.seq_len
+        windows = [platform.window if kind == "S" else seq_len for kind in (WINDOW_PATTERN * depth)[: depth - 1] + "L"]
+        has_ve = [i % 2 == (depth - 1) % 2 for i in range(depth)]  # every other layer and the last
+        self.embed = nn.Embedding(vocab_size, n_embd)
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab_size, n_embd) for i in range(depth) if has_ve[i]})
+        self.blocks = nn.ModuleList([Block(platform, windows[i], has_ve[i], flash) for i in range(depth)])
+        self.head = Linear(n_embd, vocab_size)
+        self.lambdas = nn.Parameter(torch.empty(depth, 2))  # residual scale and x0 scale of each block
+        inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, platform.head_dim // 2 + 1)[:-1]
+        angles = torch.outer(torch.arange(max(seq_len, MAX_SEQ_LEN)), inverse_freq)[:, None]  # (T, 1, D/2)
+        cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
+        self.register_buffer("cos", cos.to(platform.dtype), persistent=False)
+        self.register_buffer("sin", sin.to(platform.dtype), persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        bound = 3**0.5 * self.platform.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
+        nn.init.normal_(self.embed.weight)
+        nn.init.normal_(self.head.weight, std=0.001)
+        for value_embed in self.value_embeds.values():
+            nn.init.uniform_(value_embed.weight, -bound, bound)
+        for block in self.blocks:
+            for linear in (block.attn.c_qkv, block.mlp.c_fc):
+                nn.init.uniform_(linear.weight, -bound * INIT_SCALE, bound * INIT_SCALE)
+            for linear in (block.attn.c_proj, block.mlp.c_proj):
+                nn.init.zeros_(linear.weight)  # every block starts as the identity
+            if block.attn.value_gate is not None:
+                nn.init.zeros_(block.attn.value_gate.weight)
+        self.lambdas[:, 0] = 1.0
+        self.lambdas[:, 1] = X0_LAMBDA
+        requantize(self)
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
+        T = idx.size(1)
+        assert T <= self.cos.size(0), f"sequence of {T} tokens, rotary table of {self.cos.size(0)}"
+        dtype, cos, sin = self.platform.dtype, self.cos[:T], self.sin[:T]
+        # Tables are cast before the lookup: the (B, T, C) activations and their gradients never exist in fp32
+        x0 = norm(F.embedding(idx, self.embed.weight.to(dtype)))
+        x = x0.view_as(x0)  # one tensor twice among the arguments would have the first block compiled apart
+        for i, block in enumerate(self.blocks):
+            table = self.value_embeds[str(i)].weight.to(dtype) if str(i) in self.value_embeds else None
+            x = block(x, x0, self.lambdas[i], F.embedding(idx, table) if table is not None else None, cos, sin)
+        x = norm(x)
+        if targets is None:
+            return SOFTCAP * torch.tanh(self.head(x).float() / SOFTCAP)
+        return fused_linear_cross_entropy(x, self.head.weight, targets, softcap=SOFTCAP, reduction=reduction)
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, counted as nanochat and autoresearch do: 6 a matrix weight, 12 a channel and key."""
+        matrices = sum(p.numel() for p in [*self.blocks.parameters(), *self.head.parameters()])
+        return 6 * matrices + sum(12 * self.platform.n_embd * block.attn.window for block in self.blocks)
+
+
+def block_linears(model):
+    """The matrices inside the blocks that a 4-bit model would store as NF4."""
+    return [m for b in model.blocks for m in (b.attn.c_qkv, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
+
+
+def requantize(model):
+    for linear in block_linears(model):
+        if isinstance(linear, Linear4bit):
+            linear.requantize_()  # one parameter at a time, into its own buffers
+
+
+@torch.no_grad()
+def round_to_nf4(model):
+    """Replaces each block matrix by what NF4 would store of it."""
+    for linear in block_linears(model):
+        w = linear.weight
+        w.copy_(dequantize_4bit(*quantize_4bit(w), w.shape, w.dtype))
+    requantize(model)
+
+
+# ---------------------------------------------------------------------------
+# MuonAdamW: Muon (polar express, NorMuon, cautious decay) for the matrices, AdamW for the rest, in one compiled region
+# ---------------------------------------------------------------------------
+
+# Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (5 steps, safety factor 2e-2, cushion 2)
+POLAR_EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def assign(old, new, skip):
+    """In place; keeps the old value where GradScaler found a non-finite gradient, without asking the host."""
+    old.copy_(new if skip is None else torch.where(skip, old, new))
+
+
+def adamw_update(p, grad, exp_avg, exp_avg_sq, step, hyper, betas, grad_scale, skip):
+    """hyper: (4,) learning rate, weight decay, unused, unused. grad_scale and skip are None without a GradScaler."""
+    lr, decay, _, _ = hyper.unbind()
+    beta1, beta2 = betas
+    grad = grad if grad_scale is None else grad / grad_scale
+    m = exp_avg.lerp(grad, 1 - beta1)
+    v = exp_avg_sq.lerp(grad.square(), 1 - beta2)
+    update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + 1e-10)
+    assign(p, p * (1 - lr * decay) - lr * update, skip)
+    assign(exp_avg, m, skip)
+    assign(exp_avg_sq, v, skip)
+
+
+def polar_express(x):
+    """Orthogonalizes a stack of matrices (n, rows, cols) whose spectral norm is at most 1."""
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def muon_update(params, grads, momentum_buffer, second_moment, hyper, dtype, grad_scale, skip):
+    """Lists of (k, rows, cols), n in all; state (n, rows, cols), and (n, rows, 1) or (n, 1, cols)."""
+    lr, decay, momentum, _ = hyper.unbind()
+    p, grad = torch.cat(params), torch.cat(grads)  # (n, rows, cols)
+    grad = grad if grad_scale is None else grad / grad_scale
+    dim = -1 if p.size(-2) >= p.size(-1) else -2
+    buffer = momentum_buffer.lerp(grad, 1 - momentum)
+    update = grad.lerp(buffer, momentum)  # Nesterov
+    update = update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    update = polar_express(update.to(dtype)).float()
+    # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
+    row_sq = update.square().mean(dim=dim, keepdim=True)
+    moment = second_moment.lerp(row_sq, 0.05)
+    even_sq = row_sq / moment.clamp_min(1e-10)
+    total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
+    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
+    lr = lr * max(1.0, p.size(-2) / p.size(-1)) ** 0.5
+    new = p - lr * update - lr * decay * p * (update * p >= 0)  # cautious: decay only where it agrees with the update
+    assign(momentum_buffer, buffer, skip)
+    assign(second_moment, moment, skip)
+    for old, part in zip(params, new.split([q.size(0) for q in params]), strict=True):
+        assign(old, part, skip)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Groups of kind 'muon' hold parameters that stack matrices of one shape, (k*rows, cols); 'adamw' holds the rest.
+
+    GradScaler leaves unscaling and skipping to us (`_step_supports_amp_scaling`), so that no step waits for the GPU.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, groups: list[dict], dtype: torch.dtype, compile: bool):
+        super().__init__(groups, defaults={})
+        self.dtype = dtype  # of Newton-Schulz
+        self.device = self.param_groups[0]["params"][0].device
+        self.counters = [torch.zeros((), device=self.device) for _ in range(3)]  # steps, skipped steps, loss scale
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
+            if group["kind"] == "muon":
+                rows, cols = group["shape"]
+                n = sum(p.numel() for p in group["params"]) // (rows * cols)
+                shapes = (n, rows, cols), (n, rows, 1) if rows >= cols else (n, 1, cols)
+                group["state"] = [torch.zeros(shape, device=self.device) for shape in shapes]
+            else:
+                group["state"] = [(torch.zeros_like(p), torch.zeros_like(p)) for p in group["params"]]
+        # One compilation a function and shape, shared by all tables: a short start counts for who waits for it
+        wrap = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compile else (lambda f: f)
+        self.adamw_update, self.muon_update = wrap(adamw_update), wrap(muon_update)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All state, for the snapshot of the warm-up."""
+        return self.counters + torch.utils._pytree.tree_leaves([group["state"] for group in self.param_groups])
+
+    @torch.no_grad()
+    def step(self):
+        """One update from p.grad; learning rates, decays and momenta are read from the groups."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # by GradScaler
+        skip = None if found_inf is None else found_inf.view(()) > 0
+        steps, skipped, loss_scale = self.counters
+        if grad_scale is not None:
+            skipped.add_(skip)
+            loss_scale.copy_(grad_scale)
+        assign(steps, steps + 1, skip)
+        hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"], 0.0] for g in self.param_groups])
+        for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
+            params, grads = [p.detach() for p in group["params"]], [p.grad for p in group["params"]]
+            if group["kind"] == "muon":
+                params, grads = ([t.view(-1, *group["shape"]) for t in tensors] for tensors in (params, grads))
+                self.muon_update(params, grads, *group["state"], h, self.dtype, grad_scale, skip)
+            else:
+                for p, grad, state in zip(params, grads, group["state"], strict=True):
+                    self.adamw_update(p, grad, *state, steps, h, group["betas"], grad_scale, skip)
+
+
+def make_optimizer(model: GPT) -> MuonAdamW:
+    platform = model.platform
+    adamw_scale = (platform.n_embd / 768) ** -0.5  # of https://github.com/karpathy/nanochat, tuned at width 768
+
+    def adamw(params, lr, betas=ADAM_BETAS, weight_decay=0.0):
+        return dict(kind="adamw", params=list(params), lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0)
+
+    groups = [
+        adamw(model.head.parameters(), UNEMBEDDING_LR * adamw_scale),
+        adamw(model.embed.parameters(), EMBEDDING_LR * adamw_scale),
+        adamw(model.value_embeds.parameters(), EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
+        adamw([model.lambdas], SCALAR_LR, betas=(0.96, 0.95)),
+    ]
+    shapes: dict[tuple[int, int], list[nn.Parameter]] = {}
+    for name, p in model.blocks.named_parameters():
+        rows, cols = p.shape
+        rows = rows // 3 if "c_qkv" in name else rows  # q, k and v are orthogonalized apart
+        shapes.setdefault((rows, cols), []).append(p)
+    muon = dict(kind="muon", lr=MATRIX_LR, betas=None, weight_decay=MATRIX_DECAY, momentum=0.95)
+    groups += [muon | dict(shape=shape, params=params) for shape, params in shapes.items()]
+    return MuonAdamW(groups, platform.dtype, compile=platform.device == "cuda")
+
+
+# ---------------------------------------------------------------------------
+# Schedules, driven by the clock
+# ---------------------------------------------------------------------------
+
+
+def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
+    """progress: share of the budget that is spent, in [0, 1]."""
+    remaining = min(1.0, (1 - progress) / WARMDOWN)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
+        if group["kind"] == "muon":
+            group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
+            group["weight_decay"] = MATRIX_DECAY * (1 - progress)
+
+
+# ---------------------------------------------------------------------------
+# The run: warm-up, steps, evaluation
+# ---------------------------------------------------------------------------
+
+
+def train_step(model, optimizer, scaler, loader, accumulation):
+    """One optimizer step over `accumulation` device batches; returns the mean loss, on the device, and the epoch."""
+    total = 0.0
+    for _ in range(accumulation):
+        x, y, epoch = next(loader)
+        loss = model(x, y) / accumulation
+        scaler.scale(loss).backward()
+        total = total + loss.detach()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    requantize(model)
+    return total, epoch
+
+
+def make_scaler(platform):
+    return torch.amp.GradScaler(platform.device, enabled=platform.dtype == torch.float16)
+
+
+def synchronize(platform):
+    if platform.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
+    """Compiles on real shapes before the clock starts, then restores parameters, optimizer and RNG: no step is free.
+
+    When memory runs out, halves the device batch at the same total batch; returns the platform that fits.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *optimizer.tensors()]
+    before = [t.detach().to("cpu", copy=True) for t in tensors]
+    fits = False
+    while not fits:
+        try:
+            with torch.random.fork_rng():
+                shape = platform.device_batch, platform.seq_len
+                tokens = torch.randint(model.embed.num_embeddings, shape, device=platform.device)
+                batches = itertools.repeat((tokens, tokens, 0))
+                accumulation = platform.total_batch // tokens.numel()
+                train_step(model, optimizer, make_scaler(platform), batches, min(accumulation, 2))
+                synchronize(platform)
+            fits = True
+        except torch.OutOfMemoryError:
+            if platform.device_batch == 1:
+                raise
+            platform = dataclasses.replace(platform, device_batch=platform.device_batch // 2)
+            print(f"Out of memory: device batch halved to {platform.device_batch} sequences, total batch unchanged")
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+            for t, saved in zip(tensors, before, strict=True):
+                t.detach().copy_(saved)
+    return platform
+
+
+class LateReader:
+    """Hands device tensors to the host a step late, so that the host never waits for the step it has just launched."""
+
+    def __init__(self):
+        self.pending = None
+
+    def swap(self, tensor: torch.Tensor) -> list[float] | None:
+        """Starts the copy of this step's tensor and returns the previous step's values."""
+        event = torch.cuda.Event() if tensor.is_cuda else None
+        previous, self.pending = self.pending, (tensor.to("cpu", non_blocking=True), event)
+        if event is not None:
+            event.record()
+        return self.values(previous)
+
+    @staticmethod
+    def values(pending):
+        if pending is None:
+            return None
+        tensor, event = pending
+        if event is not None:
+            event.synchronize()
+        return tensor.tolist()
+
+
+def train(model, optimizer, scaler, loader, platform, clock):
+    """Steps until the budget is spent; returns their number. Raises FloatingPointError when the loss is lost."""
+    accumulation = platform.total_batch // (platform.device_batch * platform.seq_len)
+    reader, live = LateReader(), sys.stdout.isatty()
+    step = collapsed = 0
+    smooth_loss, last_print = 0.0, -math.inf
+    clock.start()
+    while clock.progress() < 1:
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)  # no step for 120 s: say where it stands
+        set_schedules(optimizer, clock.progress(), step)
+        loss, epoch = train_step(model, optimizer, scaler, loader, accumulation)
+        late = reader.swap(torch.stack([loss, optimizer.counters[2]]))
+        step += 1
+        clock.advance(platform.total_batch)
+        if late is None:
+            continue
+        loss, loss_scale = late
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"training loss {loss} at step {step - 1}: the run is lost")
+        collapsed = collapsed + 1 if scaler.is_enabled() and loss_scale < 1 else 0
+        if collapsed == 50:
+            raise FloatingPointError(f"GradScaler below 1 for 50 steps at step {step - 1}: the gradients overflow")
+        smooth_loss += (loss - smooth_loss) * max(0.1, 1 / (step - 1))
+        seconds = clock.elapsed()
+        if seconds - last_print >= (0.2 if live else 5):
+            last_print = seconds
+            rate = step * platform.total_batch / seconds
+            line = f"step {step:05d} ({100 * clock.progress():.1f}%) | loss {smooth_loss:.4f} | {rate:,.0f} tok/s"
+            line += f" | epoch {epoch} | {seconds:.0f} s"
+            print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
+    synchronize(platform)
+    clock.stop()
+    loss = LateReader.values(reader.pending)[0]
+    if not loss < 100:
+        raise FloatingPointError(f"training loss {loss} at step {step}: the run is lost")
+    if live:
+        print()
+    return step
+
+
+CHECKPOINT = Path(__file__).with_name("model.safetensors")
+
+
+def save_checkpoint(model: GPT, metadata: dict) -> None:
+    """Weights and JSON metadata, by rename: a reader never sees half a file."""
+    part = CHECKPOINT.with_suffix(f".safetensors.{os.getpid()}")
+    sizes = {key: getattr(model.platform, key) for key in ("depth", "n_embd", "head_dim", "seq_len", "window")}
+    save_file(model.state_dict(), part, {"train": json.dumps(metadata | {"sizes": sizes})})
+    os.replace(part, CHECKPOINT)
+
+
+def load_checkpoint(platform: Platform, vocab_size: int, flash) -> tuple[GPT, dict]:
+    if not CHECKPOINT.exists():
+        raise SystemExit(f"train.py: no {CHECKPOINT.name} yet. Run python train.py first.")
+    with safe_open(CHECKPOINT, "pt") as file:
+        metadata = json.loads(file.metadata()["train"])
+    platform = dataclasses.replace(platform, **metadata.pop("sizes"))
+    model = build_model(platform, vocab_size, flash)
+    model.load_state_dict(load_file(CHECKPOINT, device=platform.device))
+    return model, metadata
+
+
+def build_model(platform: Platform, vocab_size: int, flash) -> GPT:
+    with torch.device(platform.device):
+        model = GPT(platform, vocab_size, flash if platform.attention == "fa3" else None)
+        model.init_weights()
+    if platform.device == "cuda":
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
+    return model
+
+
+@torch.no_grad()
+def sample(model: GPT, tokenizer: Tokenizer, text: str, tokens: int = 256, temperature: float = 0.8) -> str:
+    """Continues a text until the model ends the document or `tokens` are written."""
+    ids = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id())
+    for _ in range(tokens):
+        context = ids[-model.platform.seq_len :]
+        padded = context + [0] * (model.platform.seq_len - len(context))  # behind the text, where a causal model looks not
+        logits = model(torch.tensor([padded], device=model.platform.device))[0, len(context) - 1]
+        token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
+        if token == tokenizer.get_bos_token_id():
+            break
+        ids.append(token)
+    return tokenizer.decode(ids[1:])
+
+
+def evaluate(model: GPT, tokenizer: Tokenizer, platform: Platform) -> dict:
+    """val_bpb, and what a quarter of the tokens says of the model before and after its block matrices go to NF4."""
+    batch, seq_len = platform.device_batch, platform.seq_len
+    results = {"val_bpb": evaluate_bpb(model, tokenizer, batch, seq_len)}
+    quarter = min(EVAL_TOKENS, len(TokenStream(tokenizer, "val")) - 1) // 4
+    results["val_bpb_quarter"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
+    round_to_nf4(model)
+    results["val_bpb_nf4"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
+    return results
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--platform", choices=PLATFORMS, help="force a row; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate the saved weights, and stop")
+    return parser.parse_args()
+
+
+def finish(model: GPT, tokenizer: Tokenizer, platform: Platform, trained: dict) -> None:
+    """Evaluates, logs the row of an official run, prints the summary: karpathy/autoresearch's keys, then ours."""
+    start = time.perf_counter()
+    scores = evaluate(model, tokenizer, platform)
+    trained["eval_seconds"] = f"{time.perf_counter() - start:.1f}"
+    peak = torch.cuda.max_memory_allocated() / 2**20 if platform.device == "cuda" else 0.0
+    trained["total_seconds"] = f"{time.perf_counter() - START:.1f}"
+    trained["peak_vram_mb"] = f"{peak:.1f}"
+    status = "not logged: the budget or the platform was set by hand, or the clock ran over"
+    if trained.pop("official"):
+        where = {key: trained[key] for key in ("gpu", "dataset")}
+        status = log_result(val_bpb=scores["val_bpb"], memory_gb=peak / 1024, **where)
+    summary = {key: f"{value:.6f}" for key, value in scores.items()} | trained | {"status": status}
+    first = ("val_bpb", "training_seconds", "total_seconds", "peak_vram_mb")
+    print("---")
+    for key in dict.fromkeys([*first, *summary]):
+        print(f"{key + ':':<17} {summary[key]}")
+
+
+def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer, gpu: str) -> None:
+    """Trains within the budget, saves the weights, evaluates."""
+    model = build_model(platform, tokenizer.get_vocab_size(), flash)
+    optimizer = make_optimizer(model)
+    num_params = sum(p.numel() for p in model.parameters())
+    row = f"{platform.name} row: {platform.attention}, {platform.dtype}"
+    print(f"{gpu}, {row}, {num_params / 1e6:.1f} M parameters, data {dataset_id()}")
+    platform = warm_up(model, optimizer, platform)
+    clock = Clock(args.seconds or TIME_BUDGET, args.tokens)
+    loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
+    first_step = time.perf_counter() - START
+    gc.collect(), gc.disable()  # a collection would stall a step by half a second
+    try:
+        steps = train(model, optimizer, make_scaler(platform), loader, platform, clock)
+    finally:
+        gc.enable()
+        faulthandler.cancel_dump_traceback_later()
+    seconds, tokens = clock.elapsed(), steps * platform.total_batch
+    trained = {
+        "official": clock.official and args.platform is None,
+        "training_seconds": f"{seconds:.1f}",
+        "mfu_percent": f"{100 * model.flops_per_token() * tokens / seconds / (platform.peak_flops or math.inf):.2f}",
+        "total_tokens_M": f"{tokens / 1e6:.1f}",
+        "num_steps": steps,
+        "num_params_M": f"{num_params / 1e6:.1f}",
+        "depth": platform.depth,
+        "tokens_per_sec": f"{tokens / seconds:.0f}",
+        "first_step_sec": f"{first_step:.1f}",
+        "skipped_steps": f"{optimizer.counters[1].item():.0f}",
+        "platform": f"{platform.name}/{platform.attention}/{platform.dtype}",
+        "gpu": gpu,
+        "dataset": dataset_id(),
+        "seed": args.seed,
+    }
+    save_checkpoint(model, trained)
+    finish(model, tokenizer, platform, trained)
+
+
+def main() -> None:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the row gets written
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    flash = load_fa3()
+    platform = pick_platform(capability, flash is not None, args.platform)
+    tokenizer = Tokenizer.from_directory()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # kinds of block x training and evaluation x halved batches
+    if platform.dtype == torch.float16:
+        # what a T4 has: memory-efficient attention; flash and cuDNN start at sm_80
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
+    if platform.name == "hopper" and platform.attention == "sdpa":
+        index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
+        print(f"FlashAttention-3 is missing, running on SDPA. To have it: pip install flash-attn-3 --index-url {index}")
+    if args.sample or args.eval_only:
+        model, trained = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
+        if args.sample:
+            return print(sample(model, tokenizer, args.sample))
+        rows = read_results()
+        trained["official"] &= bool(rows) and rows[-1]["status"] == "crash"  # its evaluation is what is missing
+        return finish(model, tokenizer, platform, trained)
+    gpu = torch.cuda.get_device_name() if platform.device == "cuda" else "cpu"
+    try:
+        run(args, platform, flash, tokenizer, gpu)
+    except BaseException as error:
+        if args.seconds is None and args.tokens is None and args.platform is None:
+            log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+        if isinstance(error, FloatingPointError):
+            raise SystemExit(f"train.py: {error}") from None
+        raise
+
+
+if __name__ == "__main__":
+    main()
