@@ -45,7 +45,7 @@ except ImportError:  # macOS, Windows: the CPU paths need none
 
 @jit
 def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz."""
+    """exp(s - shift), s - shift and ds/dz. The long numbers are 1 / ln 2 and 2 / ln 2, as the hardware has exp2."""
     if SOFTCAP:  # and shift is 0
         r = tl.rsqrt(0.5 + 0.5 * tl.exp2(z * (2.8853900817779268 / cap)))  # r^2 = 2 / (1 + exp(2z/c))
         tanh = 1.0 - r * r
@@ -145,10 +145,12 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
     """x (n,) *= factor (1,), in fp32. A factor of 1, the usual one, moves nothing."""
     f = tl.load(factor)
     if f != 1.0:
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        while start < n:
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < n).to(tl.float32)
             tl.store(x + at, value * f, mask=at < n)
+            start += tl.num_programs(0) * BLOCK
 
 
 def _saved_stays() -> bool:

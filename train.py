@@ -58,12 +58,15 @@ ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in toke
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
+BIGRAM_ROWS = 40_960       # of the table that embeds pairs of tokens, by hash
 FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
 
 MATRIX_LR = 0.04           # everything inside the blocks (Muon)
-EMBEDDING_LR = 0.8         # token and value embeddings (AdamW); AdamW's are for width 768, scaled by its -1/2 power
-UNEMBEDDING_LR = 0.005     # output head (AdamW)
-SCALAR_LR = 0.5            # per-layer residual and x0 scalars (AdamW)
+EMBEDDING_LR = 0.8         # token, bigram and value embeddings (AdamW; for width 768, scaled by width^-1/2)
+UNEMBEDDING_LR = 0.005     # output head (AdamW, scaled likewise)
+X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
+RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
+GATE_LR = 0.01             # attention's gates (AdamW)
 ADAM_BETAS = (0.8, 0.95)
 MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -94,13 +97,13 @@ class Platform:
     peak_flops: float = 0.0  # dense, in dtype, for mfu_percent
 
 
-#               name      device  dtype           attention  depth  n_embd  head_dim  seq_len  window  device_batch  total_batch
-PLATFORMS = {
-    "hopper": Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,    640,    128,      2048,    256,    64,           2**17),
-    "ampere": Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,    512,    128,      2048,    2048,   16,           2**16),
-    "turing": Platform("turing", "cuda", torch.float16,  "sdpa", 4,    384,    64,       1024,    1024,   32,           2**15),
-    "cpu":    Platform("cpu",    "cpu",  torch.float32,  "sdpa", 4,    128,    32,       256,     256,    16,           2**12),
-}  # fmt: skip
+PLATFORMS = {p.name: p for p in (
+    #        name      device  dtype           attention depth n_embd head_dim seq_len window device_batch total_batch
+    Platform("hopper", "cuda", torch.bfloat16, "fa3",    9,    640,   128,     2048,   256,   64,          2**17),
+    Platform("ampere", "cuda", torch.bfloat16, "sdpa",   8,    512,   128,     2048,   2048,  16,          2**16),
+    Platform("turing", "cuda", torch.float16,  "sdpa",   4,    384,   128,     2048,   256,   16,          2**15),
+    Platform("cpu",    "cpu",  torch.float32,  "sdpa",   4,    128,   32,      256,    256,   16,          2**12),
+)}  # fmt: skip
 
 # Dense fp16/bf16 peak by compute capability: datasheets of V100, T4, A100, RTX 3090, 4090, H100, B200, RTX 5090
 PEAK_FLOPS = {(7, 0): 125e12, (7, 5): 65e12, (8, 0): 312e12, (8, 6): 71e12, (8, 9): 165e12,
@@ -168,7 +171,7 @@ def block_linear(in_features, out_features):
 
 
 class Attention(nn.Module):
-    GATE_CHANNELS = 32  # of the input that open and close the value embedding
+    GATE_CHANNELS = 32  # of the input that open and close heads
 
     def __init__(self, platform, window, has_value_embed, flash):
         super().__init__()
@@ -176,21 +179,27 @@ class Attention(nn.Module):
         self.window, self.flash = window, flash
         self.c_qkv = block_linear(platform.n_embd, 3 * platform.n_embd)
         self.c_proj = block_linear(platform.n_embd, platform.n_embd)
-        self.value_gate = Linear(self.GATE_CHANNELS, self.n_head) if has_value_embed else None
+        self.gate = Linear(self.GATE_CHANNELS, (1 + has_value_embed) * self.n_head)
+        shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
+        self.register_buffer("shifted", shifted, persistent=False)
 
     def forward(self, x, value_embed, cos, sin):
         B, T, C = x.shape
-        q, k, v = self.c_qkv(x).view(B, T, 3, self.n_head, self.head_dim).unbind(2)  # 3 x (B, T, H, D)
+        H, D = self.n_head, self.head_dim
+        q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if value_embed is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.GATE_CHANNELS]))  # (B, T, H), 1 at init
-            v = v + gate.unsqueeze(-1) * value_embed.view(B, T, self.n_head, self.head_dim)
+            v = v + gate[:, :, H:] * value_embed.view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        # Half of a key is the previous token's: one layer is then enough to find what followed a token the last time
+        k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         if self.flash is not None:
             y = self.flash.flash_attn_func(q, k, v, causal=True, window_size=(self.window, 0))
         else:
-            q, k, v = (t.reshape(-1, min(self.window, T), *t.shape[2:]).transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.reshape(-1, min(self.window, T), H, D).transpose(1, 2) for t in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (B*T/W, H, W, D)
-        return self.c_proj(y.reshape(B, T, C))
+        y = y.reshape(B, T, H, D) * gate[:, :, :H]
+        return self.c_proj(y.view(B, T, C))
 
 
 class MLP(nn.Module):
@@ -209,8 +218,8 @@ class Block(nn.Module):
         self.attn = Attention(platform, window, has_value_embed, flash)
         self.mlp = MLP(platform)
 
-    def forward(self, x, x0, lambdas, value_embed, cos, sin):
-        x = lambdas[0] * x + lambdas[1] * x0  # (B, T, C)
+    def forward(self, x, x0, residual_lambda, x0_lambda, value_embed, cos, sin):
+        x = residual_lambda * x + x0_lambda * x0  # (B, T, C)
         x = x + self.attn(norm(x), value_embed, cos, sin)
         return x + self.mlp(norm(x))
 
@@ -223,10 +232,12 @@ class GPT(nn.Module):
         windows = [platform.window if kind == "S" else seq_len for kind in (WINDOW_PATTERN * depth)[: depth - 1] + "L"]
         has_ve = [i % 2 == (depth - 1) % 2 for i in range(depth)]  # every other layer and the last
         self.embed = nn.Embedding(vocab_size, n_embd)
+        self.bigram_embed = nn.Embedding(BIGRAM_ROWS, n_embd)
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab_size, n_embd) for i in range(depth) if has_ve[i]})
         self.blocks = nn.ModuleList([Block(platform, windows[i], has_ve[i], flash) for i in range(depth)])
         self.head = Linear(n_embd, vocab_size)
-        self.lambdas = nn.Parameter(torch.empty(depth, 2))  # residual scale and x0 scale of each block
+        self.residual_lambdas = nn.Parameter(torch.empty(depth))  # scale of the residual stream into each block
+        self.x0_lambdas = nn.Parameter(torch.empty(depth))  # and of the token embedding
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, platform.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(max(seq_len, MAX_SEQ_LEN)), inverse_freq)[:, None]  # (T, 1, D/2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
@@ -237,6 +248,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         bound = 3**0.5 * self.platform.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
+        nn.init.zeros_(self.bigram_embed.weight)
         nn.init.normal_(self.head.weight, std=0.001)
         for value_embed in self.value_embeds.values():
             nn.init.uniform_(value_embed.weight, -bound, bound)
@@ -245,10 +257,9 @@ class GPT(nn.Module):
                 nn.init.uniform_(linear.weight, -bound * INIT_SCALE, bound * INIT_SCALE)
             for linear in (block.attn.c_proj, block.mlp.c_proj):
                 nn.init.zeros_(linear.weight)  # every block starts as the identity
-            if block.attn.value_gate is not None:
-                nn.init.zeros_(block.attn.value_gate.weight)
-        self.lambdas[:, 0] = 1.0
-        self.lambdas[:, 1] = X0_LAMBDA
+            nn.init.zeros_(block.attn.gate.weight)
+        nn.init.ones_(self.residual_lambdas)
+        nn.init.constant_(self.x0_lambdas, X0_LAMBDA)
         requantize(self)
 
     def forward(self, idx, targets=None, reduction="mean"):
@@ -257,11 +268,14 @@ class GPT(nn.Module):
         assert T <= self.cos.size(0), f"sequence of {T} tokens, rotary table of {self.cos.size(0)}"
         dtype, cos, sin = self.platform.dtype, self.cos[:T], self.sin[:T]
         # Tables are cast before the lookup: the (B, T, C) activations and their gradients never exist in fp32
-        x0 = norm(F.embedding(idx, self.embed.weight.to(dtype)))
+        pairs = (36313 * idx ^ 27191 * F.pad(idx, (1, -1))) % BIGRAM_ROWS
+        x0 = F.embedding(idx, self.embed.weight.to(dtype)) + F.embedding(pairs, self.bigram_embed.weight.to(dtype))
+        x0 = norm(x0)
         x = x0.view_as(x0)  # one tensor twice among the arguments would have the first block compiled apart
         for i, block in enumerate(self.blocks):
             table = self.value_embeds[str(i)].weight.to(dtype) if str(i) in self.value_embeds else None
-            x = block(x, x0, self.lambdas[i], F.embedding(idx, table) if table is not None else None, cos, sin)
+            value_embed = F.embedding(idx, table) if table is not None else None
+            x = block(x, x0, self.residual_lambdas[i], self.x0_lambdas[i], value_embed, cos, sin)
         x = norm(x)
         if targets is None:
             return SOFTCAP * torch.tanh(self.head(x).float() / SOFTCAP)
@@ -269,7 +283,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """Forward and backward, counted as nanochat and autoresearch do: 6 a matrix weight, 12 a channel and key."""
-        matrices = sum(p.numel() for p in [*self.blocks.parameters(), *self.head.parameters()])
+        matrices = sum(p.numel() for p in [*self.blocks.parameters(), *self.head.parameters()])  # (no lookups)
         return 6 * matrices + sum(12 * self.platform.n_embd * block.attn.window for block in self.blocks)
 
 
@@ -335,32 +349,36 @@ def polar_express(x):
     return x.mT if tall else x
 
 
-def muon_update(params, grads, momentum_buffer, second_moment, hyper, dtype, grad_scale, skip):
-    """Lists of (k, rows, cols), n in all; state (n, rows, cols), and (n, rows, 1) or (n, 1, cols)."""
+def muon_update(params, grads, momentum_buffer, second_moment, shape_scale, hyper, dtype, grad_scale, skip):
+    """For lists of (k, rows, cols), rows >= cols, n in all: state (n, rows, cols), (n, rows, 1) and (n, 1, 1)."""
     lr, decay, momentum, _ = hyper.unbind()
     p, grad = torch.cat(params), torch.cat(grads)  # (n, rows, cols)
     grad = grad if grad_scale is None else grad / grad_scale
-    dim = -1 if p.size(-2) >= p.size(-1) else -2
     buffer = momentum_buffer.lerp(grad, 1 - momentum)
     update = grad.lerp(buffer, momentum)  # Nesterov
     update = update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
     update = polar_express(update.to(dtype)).float()
     # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
-    row_sq = update.square().mean(dim=dim, keepdim=True)
+    row_sq = update.square().mean(dim=-1, keepdim=True)
     moment = second_moment.lerp(row_sq, 0.05)
     even_sq = row_sq / moment.clamp_min(1e-10)
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
-    lr = lr * max(1.0, p.size(-2) / p.size(-1)) ** 0.5
-    new = p - lr * update - lr * decay * p * (update * p >= 0)  # cautious: decay only where it agrees with the update
+    cautious = update * p >= 0  # decay only where it agrees with the update
+    new = p - lr * (shape_scale * update + decay * p * cautious)
     assign(momentum_buffer, buffer, skip)
     assign(second_moment, moment, skip)
     for old, part in zip(params, new.split([q.size(0) for q in params]), strict=True):
         assign(old, part, skip)
 
 
+def as_tall(t, shape):
+    """A parameter, or its gradient, as a view (k, rows, cols) of `shape`, transposed where it is wide."""
+    return (t.mT if t.size(0) < t.size(1) else t).unflatten(0, (-1, shape[0]))
+
+
 class MuonAdamW(torch.optim.Optimizer):
-    """Groups of kind 'muon' hold parameters that stack matrices of one shape, (k*rows, cols); 'adamw' holds the rest.
+    """Groups of kind 'muon' hold matrices of one shape up to transposition, one or more a parameter; 'adamw' the rest.
 
     GradScaler leaves unscaling and skipping to us (`_step_supports_amp_scaling`), so that no step waits for the GPU.
     """
@@ -376,9 +394,10 @@ class MuonAdamW(torch.optim.Optimizer):
             group["initial_lr"] = group["lr"]
             if group["kind"] == "muon":
                 rows, cols = group["shape"]
-                n = sum(p.numel() for p in group["params"]) // (rows * cols)
-                shapes = (n, rows, cols), (n, rows, 1) if rows >= cols else (n, 1, cols)
-                group["state"] = [torch.zeros(shape, device=self.device) for shape in shapes]
+                tall = [p.size(0) >= p.size(1) for p in group["params"] for _ in as_tall(p, (rows, cols))]
+                scales = [(rows / cols) ** 0.5 if t else 1.0 for t in tall]  # rows of the update then have norm 1
+                state = [torch.zeros(len(scales), rows, n, device=self.device) for n in (cols, 1)]
+                group["state"] = [*state, torch.tensor(scales, device=self.device).view(-1, 1, 1)]
             else:
                 group["state"] = [(torch.zeros_like(p), torch.zeros_like(p)) for p in group["params"]]
         # One compilation a function and shape, shared by all tables: a short start counts for who waits for it
@@ -403,11 +422,12 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
             params, grads = [p.detach() for p in group["params"]], [p.grad for p in group["params"]]
             if group["kind"] == "muon":
-                params, grads = ([t.view(-1, *group["shape"]) for t in tensors] for tensors in (params, grads))
+                params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
                 self.muon_update(params, grads, *group["state"], h, self.dtype, grad_scale, skip)
             else:
                 for p, grad, state in zip(params, grads, group["state"], strict=True):
-                    self.adamw_update(p, grad, *state, steps, h, group["betas"], grad_scale, skip)
+                    update = self.adamw_update if p.ndim == 2 and p.numel() > 2**15 else adamw_update  # small: as it is
+                    update(p, grad, *state, steps, h, group["betas"], grad_scale, skip)
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
@@ -419,15 +439,17 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
     groups = [
         adamw(model.head.parameters(), UNEMBEDDING_LR * adamw_scale),
-        adamw(model.embed.parameters(), EMBEDDING_LR * adamw_scale),
+        adamw([model.embed.weight, model.bigram_embed.weight], EMBEDDING_LR * adamw_scale),
         adamw(model.value_embeds.parameters(), EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
-        adamw([model.lambdas], SCALAR_LR, betas=(0.96, 0.95)),
+        adamw([model.x0_lambdas], X0_LR, betas=(0.96, 0.95)),
+        adamw([model.residual_lambdas], RESIDUAL_LR),
+        adamw([block.attn.gate.weight for block in model.blocks], GATE_LR),
     ]
     shapes: dict[tuple[int, int], list[nn.Parameter]] = {}
-    for name, p in model.blocks.named_parameters():
-        rows, cols = p.shape
-        rows = rows // 3 if "c_qkv" in name else rows  # q, k and v are orthogonalized apart
-        shapes.setdefault((rows, cols), []).append(p)
+    for linear in block_linears(model):
+        rows, cols = linear.weight.shape
+        shape = (cols, cols) if rows == 3 * cols else (max(rows, cols), min(rows, cols))  # q, k and v count apart
+        shapes.setdefault(shape, []).append(linear.weight)
     muon = dict(kind="muon", lr=MATRIX_LR, betas=None, weight_decay=MATRIX_DECAY, momentum=0.95)
     groups += [muon | dict(shape=shape, params=params) for shape, params in shapes.items()]
     return MuonAdamW(groups, platform.dtype, compile=platform.device == "cuda")
@@ -609,7 +631,7 @@ def sample(model: GPT, tokenizer: Tokenizer, text: str, tokens: int = 256, tempe
     ids = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id())
     for _ in range(tokens):
         context = ids[-model.platform.seq_len :]
-        padded = context + [0] * (model.platform.seq_len - len(context))  # behind the text, where a causal model looks not
+        padded = context + [0] * (model.platform.seq_len - len(context))  # causal: no token sees it
         logits = model(torch.tensor([padded], device=model.platform.device))[0, len(context) - 1]
         token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
         if token == tokenizer.get_bos_token_id():
