@@ -374,7 +374,7 @@ class FusedCrossEntropyLoss(nn.Module):
 #     w[2i], w[2i+1]  ~  absmax[2i // block_size] * (code[packed[i] >> 4], code[packed[i] & 15])
 #
 # y = x W^T and dx = dy W each need the dequantized W for a moment. Were that a node of the graph, torch.compile would
-# merge the two equal nodes and save W for the backward, under no_grad too. So both ops have their GEMM inside.
+# merge the two equal nodes and save W for the backward, under no_grad too. So the op has the GEMM inside.
 
 CODES = {  # 16 quantiles of N(0, 1), https://arxiv.org/abs/2305.14314; a sign bit, two of exponent, one of mantissa
     "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -416,28 +416,42 @@ def quantize_4bit(
 
 
 @jit
-def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread turns a word of four bytes into 8 weights, so load and store are both coalesced, without a shuffle.
+def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Each thread turns four words of four bytes, BLOCK apart, into 8 weights each; GROUP words share an absmax.
 
-    The 16 codes lie in 16 banks of shared memory: any 32 lookups are one access. (A tree of selects takes 2.4 times the
+    So loads and stores are coalesced without a shuffle, and all loads are in flight before the first store. The 16
+    codes lie in 16 banks of shared memory: any 32 lookups are one access. (A tree of selects takes 2.4 times the
     instructions.) Offsets are int32, as bitsandbytes quantizes no more than 2^31 weights.
     """
-    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = word < n_words
-    packed = tl.load(packed_ptr + word, mask)
-    absmax = tl.load(absmax_ptr + word // WORDS, mask)
+    first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
+    packed = ()
+    absmax = ()
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        packed += (tl.load(packed_ptr + word, word < n_words),)
+        absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
     code = tl.load(code_ptr + tl.arange(0, 16))
     i = tl.arange(0, 8)
-    nibble = (packed[:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8), high half of each byte first
-    w = tl.gather(code, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * absmax[:, None]
-    tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), mask[:, None])
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        nibble = (packed[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8), high half of each byte first
+        w = tl.gather(code, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * absmax[part][:, None]
+        tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
+
+
+_compiled = {}  # Triton's own way to a compiled kernel takes three times as long as the launch
 
 
 def _dequantize_triton(packed, absmax, code, out, block_size):
-    words, threads = packed.view(-1).view(torch.int32), 256
-    _dequantize_kernel[(triton.cdiv(len(words), threads),)](
-        words, absmax, code, out, len(words), WORDS=block_size // 8, BLOCK=threads, num_warps=threads // 32
-    )
+    n_words, threads = out.numel() // 8, 128
+    grid, constants = (-(-n_words // (4 * threads)), 1, 1), (n_words, block_size // 8, threads)
+    packed_ptr, absmax_ptr = packed.data_ptr(), absmax.data_ptr()
+    key = n_words, block_size, out.dtype, out.device, packed_ptr % 16, absmax_ptr % 16  # all that Triton specializes on
+    if kernel := _compiled.get(key):
+        kernel[grid](packed_ptr, absmax_ptr, code.data_ptr(), out.data_ptr(), *constants)
+    else:
+        words = packed.view(-1).view(torch.int32)
+        _compiled[key] = _dequantize_kernel[grid](words, absmax, code, out, *constants, num_warps=threads // 32)
 
 
 @functools.cache
@@ -455,7 +469,7 @@ def dequantize_4bit(
         raise TypeError(f"packed must be uint8 and absmax fp32, not {packed.dtype} and {absmax.dtype}")
     if not 2 * packed.numel() == block_size * absmax.numel() == math.prod(shape):
         raise ValueError(f"{packed.numel()} bytes with {absmax.numel()} scales of {block_size} are not {tuple(shape)}")
-    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    out = packed.new_empty(shape, dtype=dtype)
     code = _code(quant_type, packed.device)
     if packed.is_cuda:
         _dequantize_triton(packed, absmax, code, out, block_size)
@@ -465,46 +479,46 @@ def dequantize_4bit(
     return out
 
 
-@torch.library.custom_op("autoresearch::linear_4bit", mutates_args=())
-def _linear_4bit(
-    x: Tensor, packed: Tensor, absmax: Tensor, weight: Tensor | None, bias: Tensor | None, quant_type: str,
-    block_size: int,
-) -> Tensor:  # fmt: skip
-    """x (..., K) -> (..., N). The master `weight` is not read: it is an input in order to have a gradient."""
-    k = x.shape[-1]
-    w = dequantize_4bit(packed, absmax, (2 * packed.numel() // k, k), x.dtype, quant_type, block_size)
-    return F.linear(x, w, None if bias is None else bias.to(x.dtype))
+def _matmul_4bit(
+    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
+) -> Tensor:
+    """x W, (..., N) -> (..., K), or with `transpose` x W^T + bias, (..., K) -> (..., N)."""
+    inner, outer = x.shape[-1], 2 * packed.numel() // x.shape[-1]
+    shape = (outer, inner) if transpose else (inner, outer)
+    w = dequantize_4bit(packed, absmax, shape, x.dtype, quant_type, block_size)
+    return F.linear(x, w, None if bias is None else bias.to(x.dtype)) if transpose else x @ w
 
 
-@torch.library.custom_op("autoresearch::linear_4bit_dx", mutates_args=())
-def _linear_4bit_dx(dy: Tensor, packed: Tensor, absmax: Tensor, quant_type: str, block_size: int) -> Tensor:
-    """dy (..., N) -> dx (..., K)."""
-    n = dy.shape[-1]
-    return dy @ dequantize_4bit(packed, absmax, (n, 2 * packed.numel() // n), dy.dtype, quant_type, block_size)
+# torch.library.custom_op would do this in one line, and take three times the host time in every call
+torch.library.define("autoresearch::matmul_4bit", torch.library.infer_schema(_matmul_4bit, mutates_args=()))
+torch.library.impl("autoresearch::matmul_4bit", "default", _matmul_4bit)
 
 
-@_linear_4bit.register_fake
-@_linear_4bit_dx.register_fake
-def _(x, packed, *args):
+@torch.library.register_fake("autoresearch::matmul_4bit")
+def _(x, packed, *_):
     return x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1])
 
 
-def _save_packed(ctx, inputs, output):
-    x, packed, absmax, _, _, *ctx.format = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, packed, absmax)
+class _Linear4bit(torch.autograd.Function):
+    """The master `weight` is not read: it is an input in order to have a gradient."""
 
+    @staticmethod
+    def forward(ctx, x, packed, absmax, weight, bias, quant_type, block_size):
+        ctx.format = quant_type, block_size
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, packed, absmax)
+        return torch.ops.autoresearch.matmul_4bit(x, packed, absmax, bias, True, quant_type, block_size)
 
-def _linear_4bit_backward(ctx, dy):
-    x, packed, absmax = ctx.saved_tensors
-    need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
-    rows = dy.reshape(-1, dy.shape[-1])  # (M, N)
-    dx = _linear_4bit_dx(dy, packed, absmax, *ctx.format) if need_dx else None
-    dw = (rows.T @ x.reshape(-1, x.shape[-1])).float() if need_dw else None  # straight through the quantizer
-    db = rows.sum(0, dtype=torch.float32) if need_db else None
-    return dx, None, None, dw, db, None, None
-
-
-_linear_4bit.register_autograd(_linear_4bit_backward, setup_context=_save_packed)
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the 4-bit linear has no second derivative")
+        x, packed, absmax = ctx.saved_tensors
+        need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])  # (M, N)
+        dx = torch.ops.autoresearch.matmul_4bit(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
+        dw = (rows.T @ x.reshape(-1, x.shape[-1])).float() if need_dw else None  # straight through the quantizer
+        db = rows.sum(0, dtype=torch.float32) if need_db else None
+        return dx, None, None, dw, db, None, None
 
 
 class Linear4bit(nn.Module):
@@ -558,4 +572,4 @@ class Linear4bit(nn.Module):
             raise ValueError(f"need (..., {self.in_features}) on {self.packed.device}: {tuple(x.shape)} on {x.device}")
         if torch.is_autocast_enabled(x.device.type):  # not register_autocast, which would round absmax too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _linear_4bit(x, self.packed, self.absmax, self.weight, self.bias, *self.format)
+        return _Linear4bit.apply(x, self.packed, self.absmax, self.weight, self.bias, *self.format)

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from kernels import Linear4bit, dequantize_4bit, fused_linear_cross_entropy, quantize_4bit
@@ -61,7 +61,7 @@ X0_LAMBDA = 0.05           # how much of the token embedding enters each block a
 BIGRAM_ROWS = 40_960       # of the table that embeds pairs of tokens, by hash
 FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
 
-MATRIX_LR = 0.04           # everything inside the blocks (Muon)
+MATRIX_LR = 0.03           # everything inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token, bigram and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 UNEMBEDDING_LR = 0.005     # output head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
@@ -101,7 +101,7 @@ PLATFORMS = {p.name: p for p in (
     #        name      device  dtype           attention depth n_embd head_dim seq_len window device_batch total_batch
     Platform("hopper", "cuda", torch.bfloat16, "fa3",    9,    640,   128,     2048,   256,   64,          2**17),
     Platform("ampere", "cuda", torch.bfloat16, "sdpa",   8,    512,   128,     2048,   2048,  16,          2**16),
-    Platform("turing", "cuda", torch.float16,  "sdpa",   4,    384,   128,     2048,   256,   16,          2**15),
+    Platform("turing", "cuda", torch.float16,  "sdpa",   5,    384,   128,     2048,   256,   16,          2**15),
     Platform("cpu",    "cpu",  torch.float32,  "sdpa",   4,    128,   32,      256,    256,   16,          2**12),
 )}  # fmt: skip
 
@@ -553,6 +553,11 @@ class LateReader:
         return tensor.tolist()
 
 
+def check_loss(loss, step):
+    if not loss < 100:  # NaN included
+        raise FloatingPointError(f"training loss {loss} at step {step}: the run is lost")
+
+
 def train(model, optimizer, scaler, loader, platform, clock):
     """Steps until the budget is spent; returns their number. Raises FloatingPointError when the loss is lost."""
     accumulation = platform.total_batch // (platform.device_batch * platform.seq_len)
@@ -570,8 +575,7 @@ def train(model, optimizer, scaler, loader, platform, clock):
         if late is None:
             continue
         loss, loss_scale = late
-        if not loss < 100:  # NaN included
-            raise FloatingPointError(f"training loss {loss} at step {step - 1}: the run is lost")
+        check_loss(loss, step - 1)
         collapsed = collapsed + 1 if scaler.is_enabled() and loss_scale < 1 else 0
         if collapsed == 50:
             raise FloatingPointError(f"GradScaler below 1 for 50 steps at step {step - 1}: the gradients overflow")
@@ -585,9 +589,7 @@ def train(model, optimizer, scaler, loader, platform, clock):
             print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
     synchronize(platform)
     clock.stop()
-    loss = LateReader.values(reader.pending)[0]
-    if not loss < 100:
-        raise FloatingPointError(f"training loss {loss} at step {step}: the run is lost")
+    check_loss(LateReader.values(reader.pending)[0], step)
     if live:
         print()
     return step
@@ -607,11 +609,14 @@ def save_checkpoint(model: GPT, metadata: dict) -> None:
 def load_checkpoint(platform: Platform, vocab_size: int, flash) -> tuple[GPT, dict]:
     if not CHECKPOINT.exists():
         raise SystemExit(f"train.py: no {CHECKPOINT.name} yet. Run python train.py first.")
-    with safe_open(CHECKPOINT, "pt") as file:
-        metadata = json.loads(file.metadata()["train"])
-    platform = dataclasses.replace(platform, **metadata.pop("sizes"))
-    model = build_model(platform, vocab_size, flash)
-    model.load_state_dict(load_file(CHECKPOINT, device=platform.device))
+    try:
+        with safe_open(CHECKPOINT, "pt") as file:
+            metadata = json.loads(file.metadata()["train"])
+        model = build_model(dataclasses.replace(platform, **metadata.pop("sizes")), vocab_size, flash)
+        model.load_state_dict(load_file(CHECKPOINT, device=platform.device))
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SystemExit(f"train.py: {CHECKPOINT.name} does not fit this train.py ({reason}). Run it again.") from None
     return model, metadata
 
 
@@ -619,9 +624,6 @@ def build_model(platform: Platform, vocab_size: int, flash) -> GPT:
     with torch.device(platform.device):
         model = GPT(platform, vocab_size, flash if platform.attention == "fa3" else None)
         model.init_weights()
-    if platform.device == "cuda":
-        for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
     return model
 
 
@@ -682,13 +684,16 @@ def finish(model: GPT, tokenizer: Tokenizer, platform: Platform, trained: dict) 
         print(f"{key + ':':<17} {summary[key]}")
 
 
-def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer, gpu: str) -> None:
+def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer, gpu: str, dataset: str) -> None:
     """Trains within the budget, saves the weights, evaluates."""
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
+    if platform.device == "cuda":
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
     optimizer = make_optimizer(model)
     num_params = sum(p.numel() for p in model.parameters())
     row = f"{platform.name} row: {platform.attention}, {platform.dtype}"
-    print(f"{gpu}, {row}, {num_params / 1e6:.1f} M parameters, data {dataset_id()}")
+    print(f"{gpu}, {row}, {num_params / 1e6:.1f} M parameters, data {dataset}")
     platform = warm_up(model, optimizer, platform)
     clock = Clock(args.seconds or TIME_BUDGET, args.tokens)
     loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
@@ -713,7 +718,7 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
         "skipped_steps": f"{optimizer.counters[1].item():.0f}",
         "platform": f"{platform.name}/{platform.attention}/{platform.dtype}",
         "gpu": gpu,
-        "dataset": dataset_id(),
+        "dataset": dataset,
         "seed": args.seed,
     }
     save_checkpoint(model, trained)
@@ -746,11 +751,12 @@ def main() -> None:
         trained["official"] &= bool(rows) and rows[-1]["status"] == "crash"  # its evaluation is what is missing
         return finish(model, tokenizer, platform, trained)
     gpu = torch.cuda.get_device_name() if platform.device == "cuda" else "cpu"
+    dataset = dataset_id(tokenizer.directory)  # now, since another prepare.py may run meanwhile
     try:
-        run(args, platform, flash, tokenizer, gpu)
+        run(args, platform, flash, tokenizer, gpu, dataset)
     except BaseException as error:
         if args.seconds is None and args.tokens is None and args.platform is None:
-            log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+            log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset, crashed=True)
         if isinstance(error, FloatingPointError):
             raise SystemExit(f"train.py: {error}") from None
         raise

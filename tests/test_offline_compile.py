@@ -28,7 +28,7 @@ VARIANTS = [
     if grad or v == 8192
 ] + [
     ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 2048}, 4),
-    ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"WORDS": 8, "BLOCK": 256}, 8),
+    ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
 ]
 
 
