@@ -419,14 +419,12 @@ def quantize_4bit(
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Each thread turns four words of four bytes, BLOCK apart, into 8 weights each; GROUP words share an absmax.
 
-    So loads and stores are coalesced without a shuffle, and all loads are in flight before the first store. The 16
-    codes lie in 16 banks of shared memory: any 32 lookups are one access. (A tree of selects takes 2.4 times the
-    instructions.) Offsets are int32, as bitsandbytes quantizes no more than 2^31 weights.
+    Loads and stores are coalesced without a shuffle. The 16 codes lie in 16 banks of shared memory: any 32 lookups are
+    one access. (A tree of selects takes 2.4 times the instructions.) Offsets are int32: bitsandbytes stops at 2^31.
     """
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
-    packed = ()
-    absmax = ()
-    for part in tl.static_range(4):
+    packed, absmax = (), ()
+    for part in tl.static_range(4):  # a loop of its own: no load would overtake a store, which might alias it
         word = first + part * BLOCK
         packed += (tl.load(packed_ptr + word, word < n_words),)
         absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
@@ -443,15 +441,13 @@ _compiled = {}  # Triton's own way to a compiled kernel takes three times as lon
 
 
 def _dequantize_triton(packed, absmax, code, out, block_size):
-    n_words, threads = out.numel() // 8, 128
-    grid, constants = (-(-n_words // (4 * threads)), 1, 1), (n_words, block_size // 8, threads)
-    packed_ptr, absmax_ptr = packed.data_ptr(), absmax.data_ptr()
-    key = n_words, block_size, out.dtype, out.device, packed_ptr % 16, absmax_ptr % 16  # all that Triton specializes on
+    n_words = out.numel() // 8
+    grid, constants = (-(-n_words // 512), 1, 1), (n_words, block_size // 8, 128)
+    key = constants, out.dtype, out.device, (packed.data_ptr() | absmax.data_ptr()) % 16  # what Triton specializes on
     if kernel := _compiled.get(key):
-        kernel[grid](packed_ptr, absmax_ptr, code.data_ptr(), out.data_ptr(), *constants)
+        kernel[grid](packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), out.data_ptr(), *constants)
     else:
-        words = packed.view(-1).view(torch.int32)
-        _compiled[key] = _dequantize_kernel[grid](words, absmax, code, out, *constants, num_warps=threads // 32)
+        _compiled[key] = _dequantize_kernel[grid](packed.view(-1).view(torch.int32), absmax, code, out, *constants)
 
 
 @functools.cache
@@ -465,10 +461,9 @@ def dequantize_4bit(
 ) -> Tensor:  # fmt: skip
     """Inverse of `quantize_4bit`: weights of `shape` and `dtype`, code times absmax in fp32 and rounded once."""
     _check_format(shape, quant_type, block_size)
-    if (packed.dtype, absmax.dtype) != (torch.uint8, torch.float32):
-        raise TypeError(f"packed must be uint8 and absmax fp32, not {packed.dtype} and {absmax.dtype}")
-    if not 2 * packed.numel() == block_size * absmax.numel() == math.prod(shape):
-        raise ValueError(f"{packed.numel()} bytes with {absmax.numel()} scales of {block_size} are not {tuple(shape)}")
+    n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
+    if stored != (torch.uint8, n, torch.float32, n):
+        raise ValueError(f"{tuple(shape)} needs uint8 for {n} weights and fp32 for as many, not {stored}")
     out = packed.new_empty(shape, dtype=dtype)
     code = _code(quant_type, packed.device)
     if packed.is_cuda:
@@ -489,14 +484,10 @@ def _matmul_4bit(
     return F.linear(x, w, None if bias is None else bias.to(x.dtype)) if transpose else x @ w
 
 
-# torch.library.custom_op would do this in one line, and take three times the host time in every call
-torch.library.define("autoresearch::matmul_4bit", torch.library.infer_schema(_matmul_4bit, mutates_args=()))
-torch.library.impl("autoresearch::matmul_4bit", "default", _matmul_4bit)
-
-
-@torch.library.register_fake("autoresearch::matmul_4bit")
-def _(x, packed, *_):
-    return x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1])
+_OP = "autoresearch::matmul_4bit"  # made by torch.library.custom_op, it would take three times the host time a call
+torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
+torch.library.impl(_OP, "default", _matmul_4bit)
+torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
 
 
 class _Linear4bit(torch.autograd.Function):
@@ -510,8 +501,7 @@ class _Linear4bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled():
-            raise RuntimeError("the 4-bit linear has no second derivative")
+        assert not torch.is_grad_enabled(), "the 4-bit linear has no second derivative"
         x, packed, absmax = ctx.saved_tensors
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])  # (M, N)
@@ -566,10 +556,9 @@ class Linear4bit(nn.Module):
         self.absmax.copy_(absmax)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype not in FLOATS:
-            raise TypeError(f"x must be fp32, bf16 or fp16, not {x.dtype}")
-        if x.device != self.packed.device or x.shape[-1] != self.in_features:
-            raise ValueError(f"need (..., {self.in_features}) on {self.packed.device}: {tuple(x.shape)} on {x.device}")
+        device, k = self.packed.device, self.in_features
+        if x.dtype not in FLOATS or x.device != device or x.shape[-1] != k:
+            raise ValueError(f"need floats (..., {k}) on {device}, not {x.dtype} {tuple(x.shape)} on {x.device}")
         if torch.is_autocast_enabled(x.device.type):  # not register_autocast, which would round absmax too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return _Linear4bit.apply(x, self.packed, self.absmax, self.weight, self.bias, *self.format)

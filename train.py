@@ -44,6 +44,7 @@ from prepare import (
     TokenStream,
     dataset_id,
     evaluate_bpb,
+    git_head,
     log_result,
     make_dataloader,
     read_results,
@@ -642,15 +643,16 @@ def sample(model: GPT, tokenizer: Tokenizer, text: str, tokens: int = 256, tempe
     return tokenizer.decode(ids[1:])
 
 
-def evaluate(model: GPT, tokenizer: Tokenizer, platform: Platform) -> dict:
+def evaluate(model: GPT, tokenizer: Tokenizer, platform: Platform) -> dict[str, str]:
     """val_bpb, and what a quarter of the tokens says of the model before and after its block matrices go to NF4."""
+    start = time.perf_counter()
     batch, seq_len = platform.device_batch, platform.seq_len
-    results = {"val_bpb": evaluate_bpb(model, tokenizer, batch, seq_len)}
     quarter = min(EVAL_TOKENS, len(TokenStream(tokenizer, "val")) - 1) // 4
-    results["val_bpb_quarter"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
+    scores = {"val_bpb": evaluate_bpb(model, tokenizer, batch, seq_len)}
+    scores["val_bpb_quarter"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
     round_to_nf4(model)
-    results["val_bpb_nf4"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
-    return results
+    scores["val_bpb_nf4"] = evaluate_bpb(model, tokenizer, batch, seq_len, quarter)
+    return {k: f"{v:.6f}" for k, v in scores.items()} | {"eval_seconds": f"{time.perf_counter() - start:.1f}"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -665,35 +667,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def finish(model: GPT, tokenizer: Tokenizer, platform: Platform, trained: dict) -> None:
-    """Evaluates, logs the row of an official run, prints the summary: karpathy/autoresearch's keys, then ours."""
-    start = time.perf_counter()
-    scores = evaluate(model, tokenizer, platform)
-    trained["eval_seconds"] = f"{time.perf_counter() - start:.1f}"
-    peak = torch.cuda.max_memory_allocated() / 2**20 if platform.device == "cuda" else 0.0
-    trained["total_seconds"] = f"{time.perf_counter() - START:.1f}"
-    trained["peak_vram_mb"] = f"{peak:.1f}"
-    status = "not logged: the budget or the platform was set by hand, or the clock ran over"
-    if trained.pop("official"):
-        where = {key: trained[key] for key in ("gpu", "dataset")}
-        status = log_result(val_bpb=scores["val_bpb"], memory_gb=peak / 1024, **where)
-    summary = {key: f"{value:.6f}" for key, value in scores.items()} | trained | {"status": status}
-    first = ("val_bpb", "training_seconds", "total_seconds", "peak_vram_mb")
-    print("---")
-    for key in dict.fromkeys([*first, *summary]):
-        print(f"{key + ':':<17} {summary[key]}")
-
-
-def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer, gpu: str, dataset: str) -> None:
-    """Trains within the budget, saves the weights, evaluates."""
+def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer) -> tuple[GPT, dict]:
+    """Trains within the budget; the model and the summary so far."""
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
     optimizer = make_optimizer(model)
     num_params = sum(p.numel() for p in model.parameters())
-    row = f"{platform.name} row: {platform.attention}, {platform.dtype}"
-    print(f"{gpu}, {row}, {num_params / 1e6:.1f} M parameters, data {dataset}")
+    print(f"{platform.name} row: {platform.attention}, {platform.dtype}, {num_params / 1e6:.1f} M parameters")
     platform = warm_up(model, optimizer, platform)
     clock = Clock(args.seconds or TIME_BUDGET, args.tokens)
     loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
@@ -705,7 +687,8 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
     seconds, tokens = clock.elapsed(), steps * platform.total_batch
-    trained = {
+    model.platform = platform
+    return model, {
         "official": clock.official and args.platform is None,
         "training_seconds": f"{seconds:.1f}",
         "mfu_percent": f"{100 * model.flops_per_token() * tokens / seconds / (platform.peak_flops or math.inf):.2f}",
@@ -717,17 +700,32 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
         "first_step_sec": f"{first_step:.1f}",
         "skipped_steps": f"{optimizer.counters[1].item():.0f}",
         "platform": f"{platform.name}/{platform.attention}/{platform.dtype}",
-        "gpu": gpu,
-        "dataset": dataset,
         "seed": args.seed,
     }
-    save_checkpoint(model, trained)
-    finish(model, tokenizer, platform, trained)
+
+
+def report(summary: dict, row: dict[str, str], platform: Platform) -> None:
+    """Logs the row of an official run and prints the summary: karpathy/autoresearch's keys, then ours."""
+    peak = torch.cuda.max_memory_allocated() / 2**20 if platform.device == "cuda" else 0.0
+    status = "not logged: the budget or the platform was set by hand, or the clock ran over"
+    if summary.pop("official"):
+        status = log_result(val_bpb=float(summary["val_bpb"]), memory_gb=peak / 1024, **row)
+    totals = {"total_seconds": f"{time.perf_counter() - START:.1f}", "peak_vram_mb": f"{peak:.1f}", "status": status}
+    summary = summary | totals | row
+    print("---")
+    for key in dict.fromkeys(["val_bpb", "training_seconds", "total_seconds", "peak_vram_mb", *summary]):
+        print(f"{key + ':':<17} {summary[key]}")
+
+
+def on_signal(number, frame):
+    """Once, and as an exception: the crash row gets written."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def main() -> None:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: the row gets written
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     flash = load_fa3()
     platform = pick_platform(capability, flash is not None, args.platform)
@@ -743,23 +741,31 @@ def main() -> None:
     if platform.name == "hopper" and platform.attention == "sdpa":
         index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
         print(f"FlashAttention-3 is missing, running on SDPA. To have it: pip install flash-attn-3 --index-url {index}")
-    if args.sample or args.eval_only:
-        model, trained = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
-        if args.sample:
-            return print(sample(model, tokenizer, args.sample))
-        rows = read_results()
-        trained["official"] &= bool(rows) and rows[-1]["status"] == "crash"  # its evaluation is what is missing
-        return finish(model, tokenizer, platform, trained)
+    if args.sample:
+        model, _ = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
+        return print(sample(model, tokenizer, args.sample))
+    if args.eval_only:
+        model, saved = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
+        rows = read_results()  # an evaluation is missing where training ended well and the row says crash
+        saved["summary"]["official"] &= bool(rows) and rows[-1]["status"] == "crash"
+        return report(saved["summary"] | evaluate(model, tokenizer, model.platform), saved["row"], platform)
+    # All of the row that another prepare.py or commit could change meanwhile
+    commit, description = git_head()
     gpu = torch.cuda.get_device_name() if platform.device == "cuda" else "cpu"
-    dataset = dataset_id(tokenizer.directory)  # now, since another prepare.py may run meanwhile
+    row = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset_id(tokenizer.directory)}
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     try:
-        run(args, platform, flash, tokenizer, gpu, dataset)
+        model, summary = run(args, platform, flash, tokenizer)
+        save_checkpoint(model, {"summary": summary, "row": row})
+        summary |= evaluate(model, tokenizer, model.platform)
     except BaseException as error:
         if args.seconds is None and args.tokens is None and args.platform is None:
-            log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset, crashed=True)
+            log_result(val_bpb=0.0, memory_gb=0.0, crashed=True, **row)
         if isinstance(error, FloatingPointError):
             raise SystemExit(f"train.py: {error}") from None
         raise
+    report(summary, row, platform)
 
 
 if __name__ == "__main__":

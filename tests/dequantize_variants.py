@@ -1,4 +1,4 @@
-"""Designs of the dequantize kernel for `bench_linear4bit.py --variants`; to be deleted once one is chosen."""
+"""Candidates for kernels._dequantize_kernel, for `bench_linear4bit.py --variants`; to be deleted once one is chosen."""
 
 import torch
 import triton
@@ -8,87 +8,90 @@ import kernels
 
 
 @triton.jit
-def _write(packed, absmax, code, out_ptr, word, mask, BLOCK: tl.constexpr):
+def one_lookup(
+    packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr
+):
+    """One gather for the four words: the codes go to shared memory once, behind one barrier instead of seven."""
+    first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, 8)
-    nibble = (packed[:, None] >> (4 * (i ^ 1))[None, :]) & 15
-    w = tl.gather(code, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * absmax[:, None]
-    tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), mask[:, None])
-
-
-@triton.jit
-def two_words(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Two words a thread, BLOCK apart, so both loads are in flight together."""
-    a = tl.program_id(0) * 2 * BLOCK + tl.arange(0, BLOCK)
-    b = a + BLOCK
-    packed_a = tl.load(packed_ptr + a, a < n_words)
-    packed_b = tl.load(packed_ptr + b, b < n_words)
-    absmax_a = tl.load(absmax_ptr + a // WORDS, a < n_words)
-    absmax_b = tl.load(absmax_ptr + b // WORDS, b < n_words)
+    nibble, absmax = (), ()
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        packed = tl.load(packed_ptr + word, word < n_words, eviction_policy=EVICT)
+        nibble += ((packed[:, None] >> (4 * (i ^ 1))[None, :]) & 15,)
+        absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words, eviction_policy=EVICT),)
     code = tl.load(code_ptr + tl.arange(0, 16))
-    _write(packed_a, absmax_a, code, out_ptr, a, a < n_words, BLOCK)
-    _write(packed_b, absmax_b, code, out_ptr, b, b < n_words, BLOCK)
+    index = tl.join(tl.join(nibble[0], nibble[1]), tl.join(nibble[2], nibble[3]))  # (BLOCK, 8, 2, 2)
+    a, b = tl.split(tl.gather(code, index.reshape(BLOCK * 32), 0).reshape(BLOCK, 8, 2, 2))
+    w = tl.split(a) + tl.split(b)
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        value = (w[part] * absmax[part][:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + word[:, None] * 8 + i[None, :], value, (word < n_words)[:, None])
 
 
 @triton.jit
-def four_words(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The same with four."""
-    a = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
-    b = a + BLOCK
-    c = b + BLOCK
-    d = c + BLOCK
-    packed_a = tl.load(packed_ptr + a, a < n_words)
-    packed_b = tl.load(packed_ptr + b, b < n_words)
-    packed_c = tl.load(packed_ptr + c, c < n_words)
-    packed_d = tl.load(packed_ptr + d, d < n_words)
-    absmax_a = tl.load(absmax_ptr + a // WORDS, a < n_words)
-    absmax_b = tl.load(absmax_ptr + b // WORDS, b < n_words)
-    absmax_c = tl.load(absmax_ptr + c // WORDS, c < n_words)
-    absmax_d = tl.load(absmax_ptr + d // WORDS, d < n_words)
-    code = tl.load(code_ptr + tl.arange(0, 16))
-    _write(packed_a, absmax_a, code, out_ptr, a, a < n_words, BLOCK)
-    _write(packed_b, absmax_b, code, out_ptr, b, b < n_words, BLOCK)
-    _write(packed_c, absmax_c, code, out_ptr, c, c < n_words, BLOCK)
-    _write(packed_d, absmax_d, code, out_ptr, d, d < n_words, BLOCK)
-
-
-@triton.jit
-def global_table(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The codes are loaded from global memory, through L1, instead of shared memory."""
-    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = word < n_words
-    packed = tl.load(packed_ptr + word, mask)
-    absmax = tl.load(absmax_ptr + word // WORDS, mask)
+def global_table(
+    packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr
+):
+    """The codes are looked up in global memory, through L1: no shared memory, no barrier."""
+    first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, 8)
-    nibble = (packed[:, None] >> (4 * (i ^ 1))[None, :]) & 15
-    w = tl.load(code_ptr + nibble) * absmax[:, None]
-    tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), mask[:, None])
+    packed, absmax = (), ()
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        packed += (tl.load(packed_ptr + word, word < n_words, eviction_policy=EVICT),)
+        absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words, eviction_policy=EVICT),)
+    for part in tl.static_range(4):
+        word = first + part * BLOCK
+        w = tl.load(code_ptr + ((packed[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15)) * absmax[part][:, None]
+        tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
 
 @triton.jit
-def wide_load(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Four words a thread, loaded as 16 bytes and turned to the layout of the store through shared memory."""
-    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = word // WORDS < n_words // WORDS  # constant over a block, so that the load may be vectorised
-    packed = tl.load(packed_ptr + word, mask)
-    absmax = tl.load(absmax_ptr + word // WORDS, mask)
+def tile(
+    packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr
+):
+    """The shortest: one tile. Its words are loaded as 16 bytes a thread and redistributed through shared memory."""
+    word = (tl.program_id(0) * 4 + tl.arange(0, 4)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    packed = tl.load(packed_ptr + word, word < n_words, eviction_policy=EVICT)
+    absmax = tl.load(absmax_ptr + word // GROUP, word < n_words, eviction_policy=EVICT)
     code = tl.load(code_ptr + tl.arange(0, 16))
-    _write(packed, absmax, code, out_ptr, word, mask, BLOCK)
+    i = tl.arange(0, 8)
+    nibble = (packed[:, :, None] >> (4 * (i ^ 1))) & 15  # (4, BLOCK, 8)
+    w = tl.gather(code, nibble.reshape(BLOCK * 32), 0).reshape(4, BLOCK, 8) * absmax[:, :, None]
+    tl.store(out_ptr + word[:, :, None] * 8 + i, w.to(out_ptr.dtype.element_ty), (word < n_words)[:, :, None])
+
+
+DESIGNS = {  # name: kernel, threads, eviction policy of the loads
+    "one lookup, 128": (one_lookup, 128, ""),
+    "one lookup, 256": (one_lookup, 256, ""),
+    "one lookup, evict": (one_lookup, 128, "evict_first"),
+    "global table, 128": (global_table, 128, ""),
+    "tile, 128": (tile, 128, ""),
+}
 
 
 def launchers(code: torch.Tensor) -> dict:
     """name -> f(packed, absmax, out) for NF4 with block size 64."""
 
-    def launcher(kernel, words_a_thread, block, warps):
+    def launcher(kernel, threads, evict):
         def launch(packed, absmax, out):
             words = packed.view(-1).view(torch.int32)
-            grid = (triton.cdiv(len(words), words_a_thread * block),)
-            kernel[grid](words, absmax, code, out, len(words), WORDS=8, BLOCK=block, num_warps=warps)
+            grid = (triton.cdiv(len(words), 4 * threads),)
+            options = {"GROUP": 8, "BLOCK": threads, "EVICT": evict, "num_warps": threads // 32}
+            kernel[grid](words, absmax, code, out, len(words), **options)
 
         return launch
 
-    designs = {f"one word, {t}": (kernels._dequantize_kernel, 1, t, t // 32) for t in (64, 128, 256, 512, 1024)}
-    designs |= {f"two words, {t}": (two_words, 2, t, t // 32) for t in (128, 256, 512)}
-    designs |= {f"four words, {t}": (four_words, 4, t, t // 32) for t in (128, 256, 512)}
-    designs |= {f"global table, {t}": (global_table, 1, t, t // 32) for t in (256, 512)}
-    designs |= {f"wide load, {t}": (wide_load, 1, 4 * t, t // 32) for t in (128, 256, 512)}
-    return {name: launcher(*design) for name, design in designs.items()}
+    return {name: launcher(*design) for name, design in DESIGNS.items()}
+
+
+if __name__ == "__main__":  # without a GPU, in Triton's interpreter
+    for shape in (64, 64), (3, 2048):
+        packed, absmax = kernels.quantize_4bit(torch.randn(shape))
+        expected = kernels.dequantize_4bit(packed, absmax, shape, torch.float32)
+        for name, launch in launchers(kernels._code("nf4", packed.device)).items():
+            out = torch.zeros(shape)
+            launch(packed, absmax, out)
+            print(name, shape, torch.equal(out, expected))
