@@ -200,7 +200,7 @@ class Attention(nn.Module):
             q, k, v = (t.reshape(-1, min(self.window, T), H, D).transpose(1, 2) for t in (q, k, v))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (B*T/W, H, W, D)
         y = y.reshape(B, T, H, D) * gate[:, :, :H]
-        return self.c_proj(y.view(B, T, C))
+        return self.c_proj(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -262,6 +262,10 @@ class GPT(nn.Module):
         nn.init.ones_(self.residual_lambdas)
         nn.init.constant_(self.x0_lambdas, X0_LAMBDA)
         requantize(self)
+
+    def compile_blocks(self) -> None:
+        for block in self.blocks:
+            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
@@ -671,8 +675,7 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     """Trains within the budget; the model and the summary so far."""
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
-        for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
+        model.compile_blocks()
     optimizer = make_optimizer(model)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{platform.name} row: {platform.attention}, {platform.dtype}, {num_params / 1e6:.1f} M parameters")

@@ -91,3 +91,5 @@ def serve(requests: socket.socket) -> str:
 
 if __name__ == "__main__":
     exec(serve(socket.socket(fileno=int(sys.argv[1]))), {"__name__": "__main__"})
+    sys.stdout.flush()
+    os._exit(0)  # a good end takes PyTorch another 0.7 s
