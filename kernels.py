@@ -478,9 +478,8 @@ def _matmul_4bit(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
 ) -> Tensor:
     """x W, (..., N) -> (..., K), or with `transpose` x W^T + bias, (..., K) -> (..., N)."""
-    inner, outer = x.shape[-1], 2 * packed.numel() // x.shape[-1]
-    shape = (outer, inner) if transpose else (inner, outer)
-    w = dequantize_4bit(packed, absmax, shape, x.dtype, quant_type, block_size)
+    k, n = x.shape[-1], 2 * packed.numel() // x.shape[-1]  # the GEMM's
+    w = dequantize_4bit(packed, absmax, (n, k) if transpose else (k, n), x.dtype, quant_type, block_size)
     return F.linear(x, w, None if bias is None else bias.to(x.dtype)) if transpose else x @ w
 
 
@@ -547,10 +546,8 @@ class Linear4bit(nn.Module):
 
     @torch.no_grad()
     def requantize_(self) -> None:
-        """`weight` into the existing buffers. It does not wait for the GPU, so NaN and inf surface in the outputs only.
-
-        On CUDA, bitsandbytes quantizes on the default stream whatever the current one is.
-        """
+        """`weight` into the existing buffers. It never waits for the GPU: NaN and inf surface in the outputs only."""
+        # on CUDA, bitsandbytes quantizes on the default stream whatever the current one is
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)

@@ -898,12 +898,12 @@ def clean(field: str) -> str:
 
 
 def git_head() -> tuple[str, str]:
-    """Hash and subject of HEAD in the repository that holds this file."""
+    """Short hash and subject of HEAD in the repository that holds this file."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "log", "-1", "--format=%H%x09%s"]
         out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
-        commit, _, subject = out.decode(errors="replace").partition("\t")
-        return commit, subject
+        commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
+        return commit[:7], subject
     return "0000000", ""
 
 

@@ -141,7 +141,7 @@ def load_fa3():
 
 
 # ---------------------------------------------------------------------------
-# GPT: RoPE, QK-norm, ReLU^2, value embeddings, residual and x0 scalars, untied softcapped head
+# GPT: RoPE, QK-norm, ReLU^2, gated heads, bigram and value embeddings, residual and x0 scalars, softcapped head
 # ---------------------------------------------------------------------------
 
 
@@ -152,7 +152,7 @@ def norm(x):
 def rotate(x, cos, sin):
     """Rotary embedding of (B, T, H, D), tables (T, 1, D): the halves of D are real and imaginary parts.
 
-    The halves are exchanged by a flip, which compiles to an index; chunk and cat cost three times the memory's time.
+    A flip exchanges the halves: it compiles to an index, where chunk and cat take 2.5 times as long (H200, backward).
     """
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
@@ -313,7 +313,7 @@ def round_to_nf4(model):
 
 
 # ---------------------------------------------------------------------------
-# MuonAdamW: Muon (polar express, NorMuon, cautious decay) for the matrices, AdamW for the rest, in one compiled region
+# MuonAdamW: Muon (polar express, NorMuon, cautious decay) for the matrices, AdamW for the rest
 # ---------------------------------------------------------------------------
 
 # Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (5 steps, safety factor 2e-2, cushion 2)

@@ -249,10 +249,9 @@ def test_a_terminal_gets_one_live_line_and_an_error_below_it(new_clone):
 
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
     clones = [new_clone(), new_clone()]
-    with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(lambda clone: clone.plain("--tokens", "12288", "--seed", "7"), clones))
+    runs = [clone.plain("--tokens", "8192", "--seed", "7") for clone in clones]  # with all threads: not both at once
     scores = [[run.summary[f"val_bpb{kind}"] for kind in ("", "_quarter", "_nf4")] for run in runs]
-    assert scores[0] == scores[1] and runs[0].summary["num_steps"] == "3", runs
+    assert scores[0] == scores[1] and runs[0].summary["num_steps"] == "2", runs
     weights = [load_file(clone.folder / "model.safetensors") for clone in clones]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     for clone, run in zip(clones, runs, strict=True):
