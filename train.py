@@ -595,8 +595,6 @@ def train(model, optimizer, scaler, loader, platform, clock):
     synchronize(platform)
     clock.stop()
     check_loss(LateReader.values(reader.pending)[0], step)
-    if live:
-        print()
     return step
 
 
@@ -604,11 +602,16 @@ CHECKPOINT = Path(__file__).with_name("model.safetensors")
 
 
 def save_checkpoint(model: GPT, metadata: dict) -> None:
-    """Weights and JSON metadata, by rename: a reader never sees half a file."""
+    """Weights and JSON metadata, by rename: a reader never sees half a file. A full disk costs them, not the run."""
     part = CHECKPOINT.with_suffix(f".safetensors.{os.getpid()}")
     sizes = {key: getattr(model.platform, key) for key in ("depth", "n_embd", "head_dim", "seq_len", "window")}
-    save_file(model.state_dict(), part, {"train": json.dumps(metadata | {"sizes": sizes})})
-    os.replace(part, CHECKPOINT)
+    try:
+        save_file(model.state_dict(), part, {"train": json.dumps(metadata | {"sizes": sizes})})
+        os.replace(part, CHECKPOINT)
+    except (OSError, SafetensorError) as error:
+        print(f"train.py: {CHECKPOINT.name} could not be written: {error}", file=sys.stderr)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_checkpoint(platform: Platform, vocab_size: int, flash) -> tuple[GPT, dict]:
@@ -619,7 +622,7 @@ def load_checkpoint(platform: Platform, vocab_size: int, flash) -> tuple[GPT, di
             metadata = json.loads(file.metadata()["train"])
         model = build_model(dataclasses.replace(platform, **metadata.pop("sizes")), vocab_size, flash)
         model.load_state_dict(load_file(CHECKPOINT, device=platform.device))
-    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise SystemExit(f"train.py: {CHECKPOINT.name} does not fit this train.py ({reason}). Run it again.") from None
     return model, metadata
@@ -668,11 +671,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
     parser.add_argument("--eval-only", action="store_true", help="evaluate the saved weights, and stop")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.official = args.seconds is None and args.tokens is None and args.platform is None
+    return args
 
 
 def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer) -> tuple[GPT, dict]:
     """Trains within the budget; the model and the summary so far."""
+    clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
         model.compile_blocks()
@@ -680,7 +686,6 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{platform.name} row: {platform.attention}, {platform.dtype}, {num_params / 1e6:.1f} M parameters")
     platform = warm_up(model, optimizer, platform)
-    clock = Clock(args.seconds or TIME_BUDGET, args.tokens)
     loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
     first_step = time.perf_counter() - START
     gc.collect(), gc.disable()  # a collection would stall a step by half a second
@@ -689,10 +694,12 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     finally:
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
+        if sys.stdout.isatty():
+            print()  # below the live line
     seconds, tokens = clock.elapsed(), steps * platform.total_batch
     model.platform = platform
     return model, {
-        "official": clock.official and args.platform is None,
+        "official": clock.official and args.official,
         "training_seconds": f"{seconds:.1f}",
         "mfu_percent": f"{100 * model.flops_per_token() * tokens / seconds / (platform.peak_flops or math.inf):.2f}",
         "total_tokens_M": f"{tokens / 1e6:.1f}",
@@ -707,24 +714,30 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     }
 
 
+def handle_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def on_signal(number, frame):
+    """Once, and as an exception: the crash row gets written."""
+    handle_signals(signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def report(summary: dict, row: dict[str, str], platform: Platform) -> None:
     """Logs the row of an official run and prints the summary: karpathy/autoresearch's keys, then ours."""
     peak = torch.cuda.max_memory_allocated() / 2**20 if platform.device == "cuda" else 0.0
     status = "not logged: the budget or the platform was set by hand, or the clock ran over"
     if summary.pop("official"):
+        handle_signals(signal.SIG_IGN)
         status = log_result(val_bpb=float(summary["val_bpb"]), memory_gb=peak / 1024, **row)
+    handle_signals(signal.SIG_DFL)  # the row is written: from here on a signal just ends the process
     totals = {"total_seconds": f"{time.perf_counter() - START:.1f}", "peak_vram_mb": f"{peak:.1f}", "status": status}
     summary = summary | totals | row
     print("---")
     for key in dict.fromkeys(["val_bpb", "training_seconds", "total_seconds", "peak_vram_mb", *summary]):
         print(f"{key + ':':<17} {summary[key]}")
-
-
-def on_signal(number, frame):
-    """Once, and as an exception: the crash row gets written."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def main() -> None:
@@ -744,27 +757,32 @@ def main() -> None:
     if platform.name == "hopper" and platform.attention == "sdpa":
         index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
         print(f"FlashAttention-3 is missing, running on SDPA. To have it: pip install flash-attn-3 --index-url {index}")
-    if args.sample:
+    if args.sample is not None:
         model, _ = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
         return print(sample(model, tokenizer, args.sample))
     if args.eval_only:
         model, saved = load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
-        rows = read_results()  # an evaluation is missing where training ended well and the row says crash
-        saved["summary"]["official"] &= bool(rows) and rows[-1]["status"] == "crash"
-        return report(saved["summary"] | evaluate(model, tokenizer, model.platform), saved["row"], platform)
+        row = {key: saved["row"][key] for key in ("commit", "description", "gpu", "dataset")}
+        if row["dataset"] != (dataset := dataset_id(tokenizer.directory)):
+            raise SystemExit(f"train.py: {CHECKPOINT.name} saw {row['dataset']}, not {dataset}: prepare that again")
+        # The row is missing if there were only crashes since the weights were saved
+        rows = read_results()[saved["rows"] :]
+        saved["summary"]["official"] &= args.official and all(row["status"] == "crash" for row in rows)
+        return report(saved["summary"] | evaluate(model, tokenizer, model.platform), row, platform)
     # All of the row that another prepare.py or commit could change meanwhile
     commit, description = git_head()
     gpu = torch.cuda.get_device_name() if platform.device == "cuda" else "cpu"
     row = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset_id(tokenizer.directory)}
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    handle_signals(on_signal)
     try:
         model, summary = run(args, platform, flash, tokenizer)
-        save_checkpoint(model, {"summary": summary, "row": row})
+        save_checkpoint(model, {"summary": summary, "row": row, "rows": len(read_results())})
         summary |= evaluate(model, tokenizer, model.platform)
     except BaseException as error:
-        if args.seconds is None and args.tokens is None and args.platform is None:
+        if args.official:
+            handle_signals(signal.SIG_IGN)
             log_result(val_bpb=0.0, memory_gb=0.0, crashed=True, **row)
+        handle_signals(signal.SIG_DFL)
         if isinstance(error, FloatingPointError):
             raise SystemExit(f"train.py: {error}") from None
         raise

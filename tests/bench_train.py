@@ -6,11 +6,12 @@ Whole runs side by side: named recipes, each for so many seconds, on the same da
 
 A recipe is train.py with constants moved. A path is any other train.py that speaks autoresearch's interface, with its
 own prepare.py beside it or ours; its TIME_BUDGET is set to the same seconds. `--eval bos` scores our weights as
-autoresearch does, too: each row of 2048 starts a document (BOS-aligned best-fit packing), so contexts are longer than in
-the windows of our val_bpb, and the number is lower.
+autoresearch does, too: each row of 2048 starts a document (BOS-aligned best-fit packing), so contexts are longer than
+in the windows of our val_bpb, and the number is lower.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -30,8 +31,7 @@ RECIPES = {
     "cpu": "force('cpu')",
     "four-bit": "train.FOUR_BIT = True",
     # autoresearch's own model and batch at 228791f: the same FLOPs a token
-    "same-shape": "train.WINDOW_PATTERN = 'SSSL'; "
-    "row('hopper', depth=8, n_embd=512, window=1024, total_batch=2**19)",
+    "same-shape": "train.WINDOW_PATTERN = 'SSSL'; row('hopper', depth=8, n_embd=512, window=1024, total_batch=2**19)",
 }
 PRELUDE = """
 import dataclasses, sys, train
@@ -97,7 +97,7 @@ def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
     tokenizer = prepare.Tokenizer.from_directory()
     (shard,) = prepare.open_shards(tokenizer.directory, "val", tokenizer.fingerprint)
     bounds = [*shard.documents.tolist(), len(shard.tokens)]
-    documents = [shard.tokens[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    documents = [shard.tokens[a:b] for a, b in itertools.pairwise(bounds)]
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     flash = train.load_fa3()
     platform = train.pick_platform(capability, flash is not None)

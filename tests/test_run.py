@@ -1,7 +1,7 @@
 """Whole runs of train.py, in processes of their own and under real faults: each ends in a clear line and one row.
 
-The model is tiny and the clock goes 2 s a look, of which a step takes a few, and stops at 301 s: so the five minutes take
-a moment and are the same on every machine. A fault is an edit of train.py, a signal, or a file that goes away.
+The model is tiny and the clock goes 2 s a look, of which a step takes a few, and stops at 301 s: so the five minutes
+take a moment and are the same on every machine. A fault is an edit of train.py, a signal, or a file that goes away.
 """
 
 import json
@@ -302,10 +302,10 @@ FAULTS = {
     "edited sizes": ("train.PLATFORMS['cpu'] = dataclasses.replace(train.PLATFORMS['cpu'], head_dim=48)", "Error: "),
     "out of memory": ("at_step(5, lambda _: fail(torch.OutOfMemoryError('CUDA out of memory')))", "out of memory"),
     "out of host memory": ("at_step(5, lambda _: torch.empty(2**60))", "memory"),
-    "GPU lost": ("at_step(5, lambda _: fail(torch.AcceleratorError('CUDA error: device lost')))", "CUDA error: device lost"),
-    "GPU error": ("at_step(5, lambda _: fail(RuntimeError('CUDA error: launch failure')))", "CUDA error: launch failure"),
+    "GPU lost": ("at_step(5, lambda _: fail(torch.AcceleratorError('CUDA error: device lost')))", "device lost"),
+    "GPU error": ("at_step(5, lambda _: fail(RuntimeError('CUDA error: launch failure')))", "launch failure"),
     "evaluation": ("replace('evaluate_bpb', lambda *_: fail(ValueError('no bytes')))", "ValueError: no bytes"),
-    "cache gone": ("at_step(5, lambda loss: shutil.rmtree(prepare.cache_dir()) or loss)", r"run `?(python )?prepare\.py"),
+    "cache gone": ("at_step(5, lambda loss: shutil.rmtree(prepare.cache_dir()) or loss)", r"run `?(python )?prep"),
 }  # fmt: skip
 
 
