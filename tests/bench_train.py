@@ -119,7 +119,7 @@ def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
         rows.clear()
 
     scored = 0
-    while documents and scored < tokens:
+    while (documents or buffer) and scored < tokens:
         row: list[int] = []
         while len(row) < T + 1 and (documents or buffer):
             while len(buffer) < 1000 and documents:
@@ -132,7 +132,7 @@ def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
         if len(row) == T + 1:
             rows.append(row)
             scored += T
-        if len(rows) == batch_size:
+        if rows and (len(rows) == batch_size or not (documents or buffer)):
             score()
     return nats.item() / (math.log(2) * total)
 

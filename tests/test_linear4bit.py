@@ -209,6 +209,14 @@ def test_no_dequantized_weight_is_saved_for_backward(cls, trainable, checkpointe
     torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, inputs, dy))
 
 
+def test_a_frozen_layer_saves_packed_and_absmax_alone(device):
+    layer, x = make_layer(device), torch.randn(5, K, device=device, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    assert {t.data_ptr() for t in kept} == {layer.packed.data_ptr(), layer.absmax.data_ptr()}
+
+
 # ---- the module ----
 
 
