@@ -437,7 +437,7 @@ def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP
         tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
 
-_compiled = {}  # Triton's own way to a compiled kernel takes three times as long as the launch
+_compiled = {}  # with Triton's own lookup of the compiled kernel a launch takes two to three times the host time
 
 
 def _dequantize_triton(packed, absmax, code, out, block_size):

@@ -4,6 +4,7 @@ The model is tiny and the clock goes 2 s a look, of which a step takes a few, an
 take a moment and are the same on every machine. A fault is an edit of train.py, a signal, or a file that goes away.
 """
 
+import contextlib
 import json
 import os
 import pty
@@ -367,6 +368,13 @@ def test_eval_only_gives_no_second_row_to_the_weights_of_the_run_before_a_crash(
     assert clone.statuses == ["keep", "crash"]
 
 
+def test_eval_only_finishes_what_a_kill_left_without_any_row(clone, night):
+    run = clone.run(edit="replace('evaluate', lambda *_: send(signal.SIGKILL))")
+    assert run.code == -signal.SIGKILL and not clone.rows
+    assert clone.run("--eval-only").summary["val_bpb"] == night[1][0].summary["val_bpb"]
+    assert clone.statuses == ["keep"]
+
+
 # Signals
 
 PHASES = {"warm-up": "warm_up", "training": "train", "evaluation": "evaluate"}
@@ -424,7 +432,8 @@ def test_a_signal_at_any_moment_leaves_exactly_one_row(clone, seed):
     while not run.out:
         time.sleep(0.01)
     time.sleep(choose.uniform(0, 1))
-    os.kill(run.process.pid, choose.choice(SIGNALS))
+    with contextlib.suppress(ProcessLookupError):  # the run may be over by then
+        os.kill(run.process.pid, choose.choice(SIGNALS))
     run.wait()
     assert len(clone.statuses) == 1 and not clone.left_over, (run, clone.rows)
     assert run.code != 0 or clone.statuses == ["keep"]
@@ -637,6 +646,17 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, to
     with pytest.raises(SystemExit, match=r"^train\.py: model\.safetensors .*\. Run .* again") as error:
         train.load_checkpoint(train.PLATFORMS["cpu"], tokenizer.get_vocab_size(), None)
     assert "\n" not in str(error.value)
+
+
+def test_weights_of_a_stranger_do_not_choose_the_file_of_their_row(clone, tmp_path):
+    clone.run(edit="replace('evaluate_bpb', lambda *_: fail(ValueError))")
+    path = clone.folder / "model.safetensors"
+    with train.safe_open(path, "pt") as file:
+        metadata = json.loads(file.metadata()["train"])
+    metadata["row"]["path"] = str(tmp_path / "precious")
+    save_with(path, load_file(path), metadata)
+    clone.run("--eval-only")
+    assert not list(tmp_path.glob("precious*"))
 
 
 def test_garbage_in_place_of_the_weights_ends_the_process_with_its_line_alone(clone):
