@@ -44,12 +44,19 @@ except ImportError:  # macOS, Windows: the CPU paths need none
 
 
 @jit
-def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The long numbers are 1 / ln 2 and 2 / ln 2, as the hardware has exp2."""
+def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, TANH: tl.constexpr):
+    """exp(s - shift), s - shift and ds/dz. The long numbers are 1 / ln 2 and 2 / ln 2, as the hardware has exp2.
+
+    TANH: "hardware", one instruction, off by up to 5e-4 of its value; bf16 logits are off by 4e-3. "fast", two, 1e-7 of
+    1. "exact", for fp32 logits: worth the digits that "fast" loses near 0; the polynomial is that of Cephes' tanhf.
+    """
     if SOFTCAP:  # and shift is 0
-        r = tl.rsqrt(0.5 + 0.5 * tl.exp2(z * (2.8853900817779268 / cap)))  # r^2 = 2 / (1 + exp(2z/c))
-        tanh = 1.0 - r * r
-        if EXACT:  # fp32 logits are worth the digits that this loses near 0; the polynomial is that of Cephes' tanhf
+        if TANH == "hardware":
+            tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
+        else:
+            r = tl.rsqrt(0.5 + 0.5 * tl.exp2(z * (2.8853900817779268 / cap)))  # r^2 = 2 / (1 + exp(2z/c))
+            tanh = 1.0 - r * r
+        if TANH == "exact":
             y = z / cap
             q = y * y
             p = (((-5.70498872745e-3 * q + 2.06390887954e-2) * q - 5.37397155531e-2) * q + 1.33314422036e-1) * q
@@ -62,11 +69,10 @@ def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 @jit
 def _cross_entropy_kernel(
     logits, targets, losses, row_scale, logits_stride, scale_stride, cap, ignore_index,
-    V: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRAD: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRAD: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss and, over its logits, the gradient. The first BLOCK columns stay in registers, so rows that end
     there (the loops are empty) are read once and written once. Longer rows are read twice, the second time from L2."""
-    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31
     logits += row * logits_stride
     cols = tl.arange(0, BLOCK)
@@ -77,7 +83,7 @@ def _cross_entropy_kernel(
 
     z = tl.load(logits + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
     shift = 0.0 if SOFTCAP else tl.maximum(tl.max(z, 0), -1e38)  # finite even for a block of -inf
-    first, _first_s, first_slope = _softcap_exp(z, shift, cap, SOFTCAP, EXACT)
+    first, _first_s, first_slope = _softcap_exp(z, shift, cap, SOFTCAP, TANH)
     first_shift = shift
     total = tl.where(cols < V, first, 0.0)
     for start in range(BLOCK, V, BLOCK):
@@ -87,11 +93,11 @@ def _cross_entropy_kernel(
             old_shift = shift
             shift = tl.maximum(shift, tl.max(z, 0))
             total *= tl.exp2((old_shift - shift) * 1.4426950408889634)
-        e = _softcap_exp(z, shift, cap, SOFTCAP, EXACT)[0]
+        e = _softcap_exp(z, shift, cap, SOFTCAP, TANH)[0]
         total += tl.where(mask, e, 0.0)
     total = tl.sum(total, 0)
 
-    e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, SOFTCAP, EXACT)
+    e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, SOFTCAP, TANH)
     loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # a target out of range must not pass silently
     tl.store(losses + row, tl.where(ignored, 0.0, loss))
 
@@ -103,7 +109,7 @@ def _cross_entropy_kernel(
         for start in range(BLOCK, V, BLOCK):
             mask = start + cols < V
             z = tl.load(logits + start + cols, mask=mask, other=0.0).to(tl.float32)
-            e, _s, slope = _softcap_exp(z, shift, cap, SOFTCAP, EXACT)
+            e, _s, slope = _softcap_exp(z, shift, cap, SOFTCAP, TANH)
             tl.store(logits + start + cols, e * slope * scale, mask=mask)
         tl.debug_barrier()  # all threads have stored the row, one stores its target column again
         tl.store(logits + target, (e_y / total - 1.0) * slope_y * a, mask=valid)
@@ -112,10 +118,16 @@ def _cross_entropy_kernel(
 def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad):
     """logits (R, V) -> losses (R,) and, if `grad`, their gradients times row_scale (R,), over the logits."""
     v = logits.shape[1]
-    block = triton.next_power_of_2(v) if v <= 8192 else 4096  # a whole row while 8 warps hold it without spilling
+    block = triton.next_power_of_2(v)  # the whole row, 32 columns a thread
+    if v > 16384:  # the loops need more registers, most of all where loads are not aligned: larger blocks would spill
+        block = 16384 if v % 16 == 0 else 8192
+    tanh = {torch.float32: "exact", torch.bfloat16: "hardware"}.get(logits.dtype, "fast")
+    if not isinstance(_cross_entropy_kernel, triton.JITFunction):  # Triton's interpreter knows no PTX
+        tanh = tanh.replace("hardware", "fast")
+    warps = 16 if v > 16384 else max(1, block // 1024)
     _cross_entropy_kernel[(len(logits),)](
         logits, targets, losses, row_scale, logits.stride(0), row_scale.stride(0), softcap or 1.0, ignore_index,
-        V=v, BLOCK=block, SOFTCAP=softcap > 0, GRAD=grad, num_warps=min(8, max(1, block // 512)),
+        V=v, BLOCK=block, SOFTCAP=softcap > 0, GRAD=grad, TANH=tanh, num_warps=warps,
     )  # fmt: skip
 
 
@@ -317,9 +329,10 @@ def _flatten(x: Tensor, targets: Tensor, softcap: float | None, ignore_index: in
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    row_scale = torch.ones((), device=x.device)
     if reduction == "mean":
-        row_scale = row_scale / (targets != ignore_index).sum()
+        row_scale = (targets != ignore_index).sum(dtype=torch.float32).reciprocal()
+    else:
+        row_scale = torch.ones((), device=x.device)
     return x, targets, row_scale, float(softcap or 0), ignore_index, reduction != "none"
 
 
