@@ -192,14 +192,16 @@ def _split_scale(row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _chunk_rows(n: int, v: int, itemsize: int, device: torch.device) -> int:
-    """Rows of logits that exist at a time: a power of two, as batches are, near 32 an SM and at most 512 MiB.
+    """Rows of logits that exist at a time: near 48 an SM, at least 4096, and at most 1 GiB of them.
 
     Fewer would stay in L2 (4096 x 8192 in bf16 are 64 MiB), but the GEMM to dx has only (rows / 128) x (D / 128) tiles
-    for the SMs, and each chunk reads and writes all of dW.
+    for the SMs, and each chunk reads and writes all of dW. More gain 3% for twice the memory (H200).
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    limit = min(32 * processors, 2**29 // (v * itemsize))
-    return min(max(n, 1), 1 << (limit.bit_length() - 1))
+    if device.type != "cuda":
+        return min(max(n, 1), 128)
+    rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 48 // 1024 * 1024)
+    limit = 2**30 // (v * itemsize)
+    return max(1, min(n, rows, limit // 128 * 128 or limit))
 
 
 def _addmm_(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:

@@ -59,11 +59,11 @@ ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in toke
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
-BIGRAM_ROWS = 40_960       # of the table that embeds pairs of tokens, by hash
 FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # everything inside the blocks (Muon)
-EMBEDDING_LR = 0.8         # token, bigram and value embeddings (AdamW; for width 768, scaled by width^-1/2)
+EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
+BIGRAM_LR = 0.2            # bigram embeddings (AdamW, scaled likewise): rare rows, on which Adam's steps are loud
 UNEMBEDDING_LR = 0.005     # output head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
@@ -71,6 +71,7 @@ GATE_LR = 0.01             # attention's gates (AdamW)
 ADAM_BETAS = (0.8, 0.95)
 MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
+BIGRAM_DECAY = 0.02        # and of the bigrams: without it they learn text that repeats by heart
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
 FINAL_LR = 0.05            # ... to this fraction
@@ -94,16 +95,17 @@ class Platform:
     seq_len: int            # tokens
     window: int             # tokens that S layers see: FA3 slides it, SDPA cuts the sequence into pieces of it
     device_batch: int       # sequences in one forward and backward; halved when memory runs out
-    total_batch: int        # tokens in one optimizer step
+    total_batch: int        # tokens in one optimizer step of a run of TIME_BUDGET; see scale_batch
+    bigram_rows: int        # of the table that embeds pairs of tokens, by hash
     peak_flops: float = 0.0  # dense, in dtype, for mfu_percent
 
 
 PLATFORMS = {p.name: p for p in (
-    #        name      device  dtype           attention depth n_embd head_dim seq_len window device_batch total_batch
-    Platform("hopper", "cuda", torch.bfloat16, "fa3",    9,    640,   128,     2048,   256,   64,          2**17),
-    Platform("ampere", "cuda", torch.bfloat16, "sdpa",   8,    512,   128,     2048,   2048,  16,          2**16),
-    Platform("turing", "cuda", torch.float16,  "sdpa",   5,    384,   128,     2048,   256,   16,          2**15),
-    Platform("cpu",    "cpu",  torch.float32,  "sdpa",   4,    128,   32,      256,    256,   16,          2**12),
+    #        name      device  dtype       attention depth n_embd head_dim seq_len window device_ total_ bigram_rows
+    Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,  640,   128,     2048,   256,   64,     2**17, 163_840),
+    Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,  512,   128,     2048,   2048,  16,     2**16, 163_840),
+    Platform("turing", "cuda", torch.float16,  "sdpa", 5,  384,   128,     2048,   256,   16,     2**15, 163_840),
+    Platform("cpu",    "cpu",  torch.float32,  "sdpa", 4,  128,   32,      256,    256,   16,     2**12, 40_960),
 )}  # fmt: skip
 
 # Dense fp16/bf16 peak by compute capability: datasheets of V100, T4, A100, RTX 3090, 4090, H100, B200, RTX 5090
@@ -130,6 +132,14 @@ def pick_platform(capability: tuple[int, int] | None, has_fa3: bool = False, row
         full = {} if fa3 else {"window": platform.seq_len}
         platform = dataclasses.replace(platform, attention="fa3" if fa3 else "sdpa", **full)
     return platform
+
+
+def scale_batch(platform: Platform, seconds: float) -> Platform:
+    """The batch that makes most of each token grows with the tokens: as their square root, in powers of two."""
+    batch = 2 ** round(math.log2(platform.total_batch * (seconds / TIME_BUDGET) ** 0.5))
+    sequences = max(1, batch // platform.seq_len)
+    device_batch = min(platform.device_batch, sequences)
+    return dataclasses.replace(platform, device_batch=device_batch, total_batch=sequences * platform.seq_len)
 
 
 def load_fa3():
@@ -174,10 +184,10 @@ def block_linear(in_features, out_features):
 class Attention(nn.Module):
     GATE_CHANNELS = 32  # of the input that open and close heads
 
-    def __init__(self, platform, window, has_value_embed, flash):
+    def __init__(self, platform, window, shift, has_value_embed, flash):
         super().__init__()
         self.n_head, self.head_dim = platform.n_embd // platform.head_dim, platform.head_dim
-        self.window, self.flash = window, flash
+        self.window, self.shift, self.flash = window, shift, flash
         self.c_qkv = block_linear(platform.n_embd, 3 * platform.n_embd)
         self.c_proj = block_linear(platform.n_embd, platform.n_embd)
         self.gate = Linear(self.GATE_CHANNELS, (1 + has_value_embed) * self.n_head)
@@ -197,9 +207,13 @@ class Attention(nn.Module):
         if self.flash is not None:
             y = self.flash.flash_attn_func(q, k, v, causal=True, window_size=(self.window, 0))
         else:
-            q, k, v = (t.reshape(-1, min(self.window, T), H, D).transpose(1, 2) for t in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (B*T/W, H, W, D)
-        y = y.reshape(B, T, H, D) * gate[:, :, :H]
+            W, S = (self.window, self.shift) if self.window < T else (T, 0)
+            if S:  # zeros in front and behind move the cuts; as keys, the ones in front weigh little
+                q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
+            q, k, v = (t.reshape(-1, W, H, D).transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (pieces, H, W, D)
+            y = y.reshape(B, -1, H, D)[:, S : S + T]
+        y = y * gate[:, :, :H]
         return self.c_proj(y.reshape(B, T, C))
 
 
@@ -214,9 +228,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, platform, window, has_value_embed, flash):
+    def __init__(self, platform, window, shift, has_value_embed, flash):
         super().__init__()
-        self.attn = Attention(platform, window, has_value_embed, flash)
+        self.attn = Attention(platform, window, shift, has_value_embed, flash)
         self.mlp = MLP(platform)
 
     def forward(self, x, x0, residual_lambda, x0_lambda, value_embed, cos, sin):
@@ -233,9 +247,13 @@ class GPT(nn.Module):
         windows = [platform.window if kind == "S" else seq_len for kind in (WINDOW_PATTERN * depth)[: depth - 1] + "L"]
         has_ve = [i % 2 == (depth - 1) % 2 for i in range(depth)]  # every other layer and the last
         self.embed = nn.Embedding(vocab_size, n_embd)
-        self.bigram_embed = nn.Embedding(BIGRAM_ROWS, n_embd)
+        self.bigram_embed = nn.Embedding(platform.bigram_rows, n_embd)
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab_size, n_embd) for i in range(depth) if has_ve[i]})
-        self.blocks = nn.ModuleList([Block(platform, windows[i], has_ve[i], flash) for i in range(depth)])
+        # SDPA has no sliding window: every other layer cuts its pieces elsewhere, so that text flows across the cuts
+        shifts = [0 if has_ve[i] else windows[i] // 2 for i in range(depth)]
+        self.blocks = nn.ModuleList(
+            [Block(platform, windows[i], shifts[i], has_ve[i], flash) for i in range(depth)]
+        )
         self.head = Linear(n_embd, vocab_size)
         self.residual_lambdas = nn.Parameter(torch.empty(depth))  # scale of the residual stream into each block
         self.x0_lambdas = nn.Parameter(torch.empty(depth))  # and of the token embedding
@@ -273,7 +291,7 @@ class GPT(nn.Module):
         assert T <= self.cos.size(0), f"sequence of {T} tokens, rotary table of {self.cos.size(0)}"
         dtype, cos, sin = self.platform.dtype, self.cos[:T], self.sin[:T]
         # Tables are cast before the lookup: the (B, T, C) activations and their gradients never exist in fp32
-        pairs = (36313 * idx ^ 27191 * F.pad(idx, (1, -1))) % BIGRAM_ROWS
+        pairs = (36313 * idx ^ 27191 * F.pad(idx, (1, -1))) % self.bigram_embed.num_embeddings
         x0 = F.embedding(idx, self.embed.weight.to(dtype)) + F.embedding(pairs, self.bigram_embed.weight.to(dtype))
         x0 = norm(x0)
         x = x0.view_as(x0)  # one tensor twice among the arguments would have the first block compiled apart
@@ -444,7 +462,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
     groups = [
         adamw(model.head.parameters(), UNEMBEDDING_LR * adamw_scale),
-        adamw([model.embed.weight, model.bigram_embed.weight], EMBEDDING_LR * adamw_scale),
+        adamw([model.embed.weight], EMBEDDING_LR * adamw_scale),
+        adamw([model.bigram_embed.weight], BIGRAM_LR * adamw_scale, weight_decay=BIGRAM_DECAY),
         adamw(model.value_embeds.parameters(), EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         adamw([model.x0_lambdas], X0_LR, betas=(0.96, 0.95)),
         adamw([model.residual_lambdas], RESIDUAL_LR),
@@ -598,13 +617,14 @@ def train(model, optimizer, scaler, loader, platform, clock):
     return step
 
 
+SIZES = ("depth", "n_embd", "head_dim", "seq_len", "window", "bigram_rows")  # that weights depend on
 CHECKPOINT = Path(__file__).with_name("model.safetensors")
 
 
 def save_checkpoint(model: GPT, metadata: dict) -> None:
     """Weights and JSON metadata, by rename: a reader never sees half a file. A full disk costs them, not the run."""
     part = CHECKPOINT.with_suffix(f".safetensors.{os.getpid()}")
-    sizes = {key: getattr(model.platform, key) for key in ("depth", "n_embd", "head_dim", "seq_len", "window")}
+    sizes = {key: getattr(model.platform, key) for key in SIZES}
     try:
         save_file(model.state_dict(), part, {"train": json.dumps(metadata | {"sizes": sizes})})
         os.replace(part, CHECKPOINT)
@@ -679,6 +699,7 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer) -> tuple[GPT, dict]:
     """Trains within the budget; the model and the summary so far."""
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
+    platform = scale_batch(platform, args.seconds or TIME_BUDGET)
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
         model.compile_blocks()

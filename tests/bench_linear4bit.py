@@ -208,7 +208,7 @@ def median_ms(call, repeats: int = 30) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in times)
 
 
-def dequantize_rows(variants: bool) -> list[str]:
+def dequantize_rows() -> list[str]:
     n, rotation = 4096, 12  # 12 x 43 MB pass through the 60 MB L2, so reads come from memory
     traffic = int(n * n * (0.5 + 4 / 64 + 2))
 
@@ -232,10 +232,6 @@ def dequantize_rows(variants: bool) -> list[str]:
         torch.ops.bitsandbytes.dequantize_4bit.out(packed, absmax, 64, "nf4", [n, n], torch.bfloat16, out=out)
 
     methods = {"ours": ours, "bitsandbytes": theirs}
-    if variants:
-        import dequantize_variants
-
-        methods |= dequantize_variants.launchers(code)
     rows = [
         f"Dequantize {n} x {n} NF4 -> bf16, {traffic / 1e6:.1f} MB a call, rotating over {rotation} sets of buffers.",
         f"100% is {big:.2f} TB/s, copying 1 GiB; copying {traffic / 2e6:.1f} MB reaches {100 * small / big:.0f}%.",
@@ -320,7 +316,6 @@ def host_rows() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", nargs=3, metavar=("METHOD", "MODE", "LAYERS"), help="one memory cell, as JSON")
-    parser.add_argument("--variants", action="store_true", help="candidate dequantize kernels; no memory table")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
@@ -335,10 +330,7 @@ def main() -> None:
     except ImportError:
         sys.exit("needs bitsandbytes, which is both the peer and the quantizer")
     header = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {peer}"
-    if arguments.variants:
-        print("\n".join([header, *dequantize_rows(variants=True), "", *step_rows(), "", *host_rows()]))
-        return
-    memory, kernel = memory_table(), dequantize_rows(variants=False) + requantize_rows()
+    memory, kernel = memory_table(), dequantize_rows() + requantize_rows()
     print("\n".join([header, "", *memory, "", *kernel, "", *step_rows(), "", *host_rows()]))
 
 

@@ -30,13 +30,17 @@ RECIPES = {
     "turing": "force('turing')",
     "cpu": "force('cpu')",
     "four-bit": "train.FOUR_BIT = True",
-    # autoresearch's own model and batch at 228791f: the same FLOPs a token
-    "same-shape": "train.WINDOW_PATTERN = 'SSSL'; row('hopper', depth=8, n_embd=512, window=1024, total_batch=2**19)",
+    # autoresearch's own model and batch at 228791f: the same FLOPs a token; and with our shorter windows
+    "same-shape": "same_shape(); row('hopper', window=1024); train.WINDOW_PATTERN = 'SSSL'",
+    "same-shape-256": "same_shape()",
 }
 PRELUDE = """
 import dataclasses, sys, train
 def row(name, **new): train.PLATFORMS[name] = dataclasses.replace(train.PLATFORMS[name], **new)
 def force(name): sys.argv += ['--platform', name]
+def same_shape():
+    row('hopper', depth=8, n_embd=512, total_batch=2**19, bigram_rows=1)
+    train.scale_batch = lambda platform, seconds: platform
 {recipe}
 train.main()
 """

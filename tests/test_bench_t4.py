@@ -26,9 +26,13 @@ def test_recorded_flops_are_those_that_train_counts():
         if kernel.flops and "muon" not in kernel.where:
             flops[kernel.kind] += kernel.flops / TURING.total_batch  # a KeyError is a GEMM in fp32
     with torch.device("meta"):
-        windows = [block.attn.window for block in train.GPT(TURING, vocab_size=8).blocks]
+        blocks = train.GPT(TURING, vocab_size=8).blocks
+        windows = [block.attn.window for block in blocks]
+        shifts = [block.attn.shift for block in blocks]
     # the lower triangle and half a tile, where train.py counts the square
-    assert flops["attention forward"] == sum(2 * TURING.n_embd * (window + ATTENTION_TILE) for window in windows)
+    pieces = [TURING.seq_len // window + (shift > 0) for window, shift in zip(windows, shifts, strict=True)]
+    triangles = [n * window * (window + ATTENTION_TILE) for n, window in zip(pieces, windows, strict=True)]
+    assert flops["attention forward"] == 2 * TURING.n_embd * sum(triangles) / TURING.seq_len
     assert flops["attention backward"] == 2.5 * flops["attention forward"]
     squares = sum(12 * TURING.n_embd * window for window in windows)
     assert flops["GEMM"] + squares == pytest.approx(predicted["flops_per_token"], rel=0.02)

@@ -1,5 +1,8 @@
 """The fused cross-entropy against float64, on the GPU or, without one, on CPU and in Triton's interpreter."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -273,11 +276,15 @@ def test_chunks_do_not_show(device, monkeypatch):
         torch.testing.assert_close(gradients(fused_linear_cross_entropy, x, weight, targets), whole)
 
 
-def test_a_chunk_is_bounded_and_divides_a_batch():
+def test_a_chunk_is_bounded_and_aligned():
     cpu = torch.device("cpu")
     assert kernels._chunk_rows(0, 8192, 4, cpu) == kernels._chunk_rows(1, 8192, 4, cpu) == 1
-    assert 2**18 % kernels._chunk_rows(2**18, 8192, 4, cpu) == 0
-    assert kernels._chunk_rows(2**18, 2**22, 4, cpu) * 2**22 * 4 == 2**29
+    for processors, rows in (40, 4096), (108, 5120), (132, 6144):  # T4, A100, H100
+        gpu = SimpleNamespace(multi_processor_count=processors)
+        with patch.object(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu):
+            assert kernels._chunk_rows(2**18, 8192, 2, torch.device("cuda")) == rows
+            assert kernels._chunk_rows(2**18, 128256, 2, torch.device("cuda")) == 4096
+            assert kernels._chunk_rows(2**18, 2**26, 2, torch.device("cuda")) == 8
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

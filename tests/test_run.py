@@ -35,9 +35,8 @@ from types import SimpleNamespace
 import torch, prepare, train
 
 sys.argv[0] = "train.py"
-tiny = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch=8, total_batch=512)
+tiny = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch=8, total_batch=512, bigram_rows=512)
 train.PLATFORMS["cpu"] = dataclasses.replace(train.PLATFORMS["cpu"], **tiny)
-train.BIGRAM_ROWS = 512
 
 def clock_goes(seconds, until=301.0):
     looks = itertools.count()
@@ -638,7 +637,6 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, to
     good = night[0].folder / "model.safetensors"
     with train.safe_open(good, "pt") as file:
         metadata = json.loads(file.metadata()["train"])
-    monkeypatch.setattr(train, "BIGRAM_ROWS", 512, raising=False)
     monkeypatch.setattr(train, "CHECKPOINT", good)
     train.load_checkpoint(train.PLATFORMS["cpu"], tokenizer.get_vocab_size(), None)
     monkeypatch.setattr(train, "CHECKPOINT", tmp_path / "model.safetensors")

@@ -72,11 +72,29 @@ def test_sizes_of_every_row_divide(platform):
     assert platform.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "batch", "device_batch"),
+    [
+        (300, 2**17, 64),
+        (120, 2**16, 32),
+        (60, 2**16, 32),
+        (30, 2**15, 16),
+        (15, 2**15, 16),
+        (1200, 2**18, 64),
+        (1e-3, 2**11, 1),
+    ],
+)
+def test_the_batch_follows_the_square_root_of_the_budget(seconds, batch, device_batch):
+    platform = train.scale_batch(train.PLATFORMS["hopper"], seconds)
+    assert (platform.total_batch, platform.device_batch) == (batch, device_batch)
+
+
 # -- Model
 
 
-def test_model_is_causal():
-    model, _ = build()
+@pytest.mark.parametrize("window", [TINY.window, TINY.seq_len // 4], ids=["whole", "pieces"])
+def test_model_is_causal(window):
+    model, _ = build(dataclasses.replace(TINY, window=window))
     train_a_little(model)  # at initialisation every block is the identity, and causality would be trivial
     tokens = torch.randint(VOCAB, (2, TINY.seq_len))
     changed = tokens.clone()
@@ -85,6 +103,21 @@ def test_model_is_causal():
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
     assert (before[:, 41:] - after[:, 41:]).abs().max() > 1e-3, "a token must change what follows it"
+
+
+def test_pieces_of_a_shifted_layer_span_the_cuts_of_the_others():
+    platform = dataclasses.replace(TINY, window=16)
+    model, _ = build(platform)
+    cos, sin = model.cos[: TINY.seq_len], model.sin[: TINY.seq_len]
+    x = torch.randn(2, TINY.seq_len, TINY.n_embd)
+    changed = x.clone()
+    changed[:, 30] += 1
+    for shift, reach in (0, 32), (8, 40):  # cut at 32, or at 24 and 40
+        attention = train.Attention(platform, 16, shift, False, None)
+        with torch.no_grad():
+            difference = attention(changed, None, cos, sin) - attention(x, None, cos, sin)
+        moved = difference.abs().amax((0, 2)).nonzero().squeeze(1)
+        assert moved.tolist() == list(range(30, reach))
 
 
 def train_a_little(model, steps=3):
