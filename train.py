@@ -71,7 +71,6 @@ GATE_LR = 0.01             # attention's gates (AdamW)
 ADAM_BETAS = (0.8, 0.95)
 MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
-BIGRAM_DECAY = 0.02        # and of the bigrams: without it they learn text that repeats by heart
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
 FINAL_LR = 0.05            # ... to this fraction
@@ -102,7 +101,7 @@ class Platform:
 
 PLATFORMS = {p.name: p for p in (
     #        name      device  dtype       attention depth n_embd head_dim seq_len window device_ total_ bigram_rows
-    Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,  640,   128,     2048,   256,   64,     2**17, 163_840),
+    Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,  640,   128,     2048,   256,   64,     2**17, 40_960),
     Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,  512,   128,     2048,   2048,  16,     2**16, 163_840),
     Platform("turing", "cuda", torch.float16,  "sdpa", 5,  384,   128,     2048,   256,   16,     2**15, 163_840),
     Platform("cpu",    "cpu",  torch.float32,  "sdpa", 4,  128,   32,      256,    256,   16,     2**12, 40_960),
@@ -463,7 +462,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = [
         adamw(model.head.parameters(), UNEMBEDDING_LR * adamw_scale),
         adamw([model.embed.weight], EMBEDDING_LR * adamw_scale),
-        adamw([model.bigram_embed.weight], BIGRAM_LR * adamw_scale, weight_decay=BIGRAM_DECAY),
+        adamw([model.bigram_embed.weight], BIGRAM_LR * adamw_scale),
         adamw(model.value_embeds.parameters(), EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         adamw([model.x0_lambdas], X0_LR, betas=(0.96, 0.95)),
         adamw([model.residual_lambdas], RESIDUAL_LR),
