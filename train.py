@@ -135,8 +135,8 @@ def pick_platform(capability: tuple[int, int] | None, has_fa3: bool = False, row
 
 def scale_batch(platform: Platform, seconds: float) -> Platform:
     """The batch that makes most of each token grows with the tokens: as their square root, in powers of two."""
-    batch = 2 ** round(math.log2(platform.total_batch * (seconds / TIME_BUDGET) ** 0.5))
-    sequences = max(1, batch // platform.seq_len)
+    factor = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
+    sequences = max(1, int(platform.total_batch * factor) // platform.seq_len)
     device_batch = min(platform.device_batch, sequences)
     return dataclasses.replace(platform, device_batch=device_batch, total_batch=sequences * platform.seq_len)
 
