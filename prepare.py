@@ -646,15 +646,16 @@ class TokenStream:
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
     """Endless (start, epoch) of windows of T inputs and one more target.
 
-    The order of training depends on epoch and T alone, not on the machine nor on train.py's --seed: two runs differ by
-    what was changed in between, not by the text they happened to see. NumPy has frozen the streams of RandomState, not
-    those of default_rng. Each epoch's offset moves the borders of the windows: what was cut off before is context now.
+    The order of training depends on T alone, not on the machine nor on train.py's --seed: two runs differ by what was
+    changed in between, not by the text they happened to see. It is the same in each epoch: text comes again when, and
+    only when, all other text has come. NumPy has frozen the streams of RandomState, not those of default_rng.
     """
+    random = np.random.RandomState(1)
+    offset = random.randint(min(T, total - T)) if shuffle else 0
+    count = (total - 1 - offset) // T
+    order = random.permutation(count) if shuffle else range(count)
     for epoch in itertools.count(1):
-        random = np.random.RandomState(epoch)
-        offset = random.randint(min(T, total - T)) if shuffle else 0
-        count = (total - 1 - offset) // T
-        for i in random.permutation(count) if shuffle else range(count):
+        for i in order:
             yield offset + int(i) * T, epoch
 
 

@@ -58,12 +58,13 @@ WINDOW_PATTERN = "SSSSL"   # attention per layer, repeated: S = short window, L 
 ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
+NGRAMS = (2, 3)            # the last n tokens together have an embedding, too, by their hash
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # everything inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
-BIGRAM_LR = 0.2            # bigram embeddings (AdamW, scaled likewise): rare rows, on which Adam's steps are loud
+NGRAM_LR = 0.3             # n-gram embeddings (row-wise Adam, scaled likewise)
 UNEMBEDDING_LR = 0.005     # output head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
@@ -74,6 +75,7 @@ VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
 FINAL_LR = 0.05            # ... to this fraction
+NGRAM_FINAL_LR = 0.3       # ... or this: n-grams that come late have yet to learn
 
 # ---------------------------------------------------------------------------
 # Platform: the one place that knows about GPUs
@@ -95,15 +97,15 @@ class Platform:
     window: int             # tokens that S layers see: FA3 slides it, SDPA cuts the sequence into pieces of it
     device_batch: int       # sequences in one forward and backward; halved when memory runs out
     total_batch: int        # tokens in one optimizer step of a run of TIME_BUDGET; see scale_batch
-    bigram_rows: int        # of the table that embeds pairs of tokens, by hash
+    ngram_rows: int         # of each table of n-gram embeddings
     peak_flops: float = 0.0  # dense, in dtype, for mfu_percent
 
 
 PLATFORMS = {p.name: p for p in (
-    #        name      device  dtype       attention depth n_embd head_dim seq_len window device_ total_ bigram_rows
-    Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,  640,   128,     2048,   256,   64,     2**17, 40_960),
-    Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,  512,   128,     2048,   2048,  16,     2**16, 163_840),
-    Platform("turing", "cuda", torch.float16,  "sdpa", 5,  384,   128,     2048,   256,   16,     2**15, 163_840),
+    #        name      device  dtype       attention depth n_embd head_dim seq_len window device_ total_ ngram_rows
+    Platform("hopper", "cuda", torch.bfloat16, "fa3",  9,  640,   128,     2048,   256,   64,     2**17, 655_360),
+    Platform("ampere", "cuda", torch.bfloat16, "sdpa", 8,  512,   128,     2048,   2048,  16,     2**16, 655_360),
+    Platform("turing", "cuda", torch.float16,  "sdpa", 5,  384,   128,     2048,   256,   16,     2**15, 655_360),
     Platform("cpu",    "cpu",  torch.float32,  "sdpa", 4,  128,   32,      256,    256,   16,     2**12, 40_960),
 )}  # fmt: skip
 
@@ -150,7 +152,7 @@ def load_fa3():
 
 
 # ---------------------------------------------------------------------------
-# GPT: RoPE, QK-norm, ReLU^2, gated heads, bigram and value embeddings, residual and x0 scalars, softcapped head
+# GPT: RoPE, QK-norm, ReLU^2, gated heads, n-gram and value embeddings, residual and x0 scalars, softcapped head
 # ---------------------------------------------------------------------------
 
 
@@ -178,6 +180,22 @@ class Linear(nn.Linear):
 
 def block_linear(in_features, out_features):
     return Linear4bit(in_features, out_features, trainable=True) if FOUR_BIT else Linear(in_features, out_features)
+
+
+class NGramEmbedding(nn.Embedding):
+    """A row for each hash of n tokens in succession. A batch touches few of the rows: gradients are sparse."""
+
+    HASH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
+
+    def __init__(self, n, rows, n_embd):
+        super().__init__(rows, n_embd, sparse=True)
+        self.n = n
+
+    def forward(self, idx):
+        key = idx
+        for back in range(1, self.n):
+            key = self.HASH * key + F.pad(idx, (back, -back))
+        return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
 
 class Attention(nn.Module):
@@ -246,7 +264,7 @@ class GPT(nn.Module):
         windows = [platform.window if kind == "S" else seq_len for kind in (WINDOW_PATTERN * depth)[: depth - 1] + "L"]
         has_ve = [i % 2 == (depth - 1) % 2 for i in range(depth)]  # every other layer and the last
         self.embed = nn.Embedding(vocab_size, n_embd)
-        self.bigram_embed = nn.Embedding(platform.bigram_rows, n_embd)
+        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, platform.ngram_rows, n_embd) for n in NGRAMS)
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab_size, n_embd) for i in range(depth) if has_ve[i]})
         # SDPA has no sliding window: every other layer cuts its pieces elsewhere, so that text flows across the cuts
         shifts = [0 if has_ve[i] else windows[i] // 2 for i in range(depth)]
@@ -266,7 +284,8 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         bound = 3**0.5 * self.platform.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
-        nn.init.zeros_(self.bigram_embed.weight)
+        for ngram_embed in self.ngram_embeds:
+            nn.init.zeros_(ngram_embed.weight)
         nn.init.normal_(self.head.weight, std=0.001)
         for value_embed in self.value_embeds.values():
             nn.init.uniform_(value_embed.weight, -bound, bound)
@@ -284,21 +303,27 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
 
-    def forward(self, idx, targets=None, reduction="mean"):
-        """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
+    @torch.enable_grad()  # in evaluation, too: it then runs what training has compiled
+    def hidden(self, idx):
+        """Tokens (B, T) to the residual stream (B, T, C) behind the last block."""
         T = idx.size(1)
         assert T <= self.cos.size(0), f"sequence of {T} tokens, rotary table of {self.cos.size(0)}"
         dtype, cos, sin = self.platform.dtype, self.cos[:T], self.sin[:T]
-        # Tables are cast before the lookup: the (B, T, C) activations and their gradients never exist in fp32
-        pairs = (36313 * idx ^ 27191 * F.pad(idx, (1, -1))) % self.bigram_embed.num_embeddings
-        x0 = F.embedding(idx, self.embed.weight.to(dtype)) + F.embedding(pairs, self.bigram_embed.weight.to(dtype))
+        # Small tables are cast before the lookup: their (B, T, C) activations and gradients never exist in fp32
+        x0 = F.embedding(idx, self.embed.weight.to(dtype))
+        for ngram_embed in self.ngram_embeds:
+            x0 = x0 + ngram_embed(idx).to(dtype)
         x0 = norm(x0)
         x = x0.view_as(x0)  # one tensor twice among the arguments would have the first block compiled apart
         for i, block in enumerate(self.blocks):
             table = self.value_embeds[str(i)].weight.to(dtype) if str(i) in self.value_embeds else None
             value_embed = F.embedding(idx, table) if table is not None else None
             x = block(x, x0, self.residual_lambdas[i], self.x0_lambdas[i], value_embed, cos, sin)
-        x = norm(x)
+        return x
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
+        x = norm(self.hidden(idx))
         if targets is None:
             return SOFTCAP * torch.tanh(self.head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -344,42 +369,52 @@ POLAR_EXPRESS = [
 
 
 def assign(old, new, skip):
-    """In place; keeps the old value where GradScaler found a non-finite gradient, without asking the host."""
-    old.copy_(new if skip is None else torch.where(skip, old, new))
+    """In place; keeps the old value where `skip`, a boolean on the device, is set: the host need not know."""
+    old.copy_(torch.where(skip, old, new))
 
 
-def adamw_update(p, grad, exp_avg, exp_avg_sq, step, hyper, betas, grad_scale, skip):
-    """hyper: (4,) learning rate, weight decay, unused, unused. grad_scale and skip are None without a GradScaler."""
-    lr, decay, _, _ = hyper.unbind()
-    beta1, beta2 = betas
-    grad = grad if grad_scale is None else grad / grad_scale
-    m = exp_avg.lerp(grad, 1 - beta1)
-    v = exp_avg_sq.lerp(grad.square(), 1 - beta2)
-    update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + 1e-10)
-    assign(p, p * (1 - lr * decay) - lr * update, skip)
-    assign(exp_avg, m, skip)
-    assign(exp_avg_sq, v, skip)
+def sparse_adam_update(p, ids, grad, exp_avg_sq, step, lr, beta2, grad_scale, skip):
+    """Adam without momentum, with one second moment a row, on those rows of p (R, C) that a batch has touched.
+
+    ids (N,), which repeat; grad (N, C), a part each of their rows' gradients, times grad_scale; exp_avg_sq (R, 1).
+    """
+    each = torch.arange(len(ids), device=ids.device)
+    first = ids.new_empty(len(p)).scatter_(0, ids, each)[ids]  # (N,) of equal ids one stands for all
+    rms = torch.zeros_like(grad).index_add_(0, first, grad).norm(dim=-1, keepdim=True)[first]  # (N, 1)
+    rms = rms / (grad.size(1) ** 0.5 * grad_scale)
+    v = exp_avg_sq[ids].lerp(rms.square(), 1 - beta2)
+    exp_avg_sq[ids] = torch.where(skip, exp_avg_sq[ids], v)
+    rate = lr / ((v / (1 - beta2**step)).sqrt() + 1e-10)
+    p.index_add_(0, ids, torch.where(skip, 0.0, -rate / grad_scale * grad))
+
+
+def muon_direction(grads, momentum_buffer, hyper, dtype, grad_scale, skip):
+    """Gradients, a list of (k, rows, cols), n in all, times grad_scale, to (n, rows, cols) of spectral norm below 1.
+
+    hyper: (3,) learning rate, weight decay, momentum, here Nesterov's.
+    """
+    momentum = hyper[2]
+    grad = torch.cat(grads) / grad_scale
+    buffer = momentum_buffer.lerp(grad, 1 - momentum)
+    update = grad.lerp(buffer, momentum)
+    assign(momentum_buffer, buffer, skip)
+    return (update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
 
 
 def polar_express(x):
-    """Orthogonalizes a stack of matrices (n, rows, cols) whose spectral norm is at most 1."""
+    """Orthogonalizes a stack of matrices (n, rows, cols) whose spectral norm is at most 1. All GEMMs: not compiled."""
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # ax + (bG + cGG)x
     return x.mT if tall else x
 
 
-def muon_update(params, grads, momentum_buffer, second_moment, shape_scale, hyper, dtype, grad_scale, skip):
-    """For lists of (k, rows, cols), rows >= cols, n in all: state (n, rows, cols), (n, rows, 1) and (n, 1, 1)."""
-    lr, decay, momentum, _ = hyper.unbind()
-    p, grad = torch.cat(params), torch.cat(grads)  # (n, rows, cols)
-    grad = grad if grad_scale is None else grad / grad_scale
-    buffer = momentum_buffer.lerp(grad, 1 - momentum)
-    update = grad.lerp(buffer, momentum)  # Nesterov
-    update = update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
-    update = polar_express(update.to(dtype)).float()
+def muon_update(params, update, second_moment, shape_scale, hyper, skip):
+    """params: (k, rows, cols) each; update (n, rows, cols), orthogonal; state (n, rows, 1); scale (n, 1, 1)."""
+    lr, decay, _ = hyper.unbind()
+    p, update = torch.cat(params), update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
     row_sq = update.square().mean(dim=-1, keepdim=True)
     moment = second_moment.lerp(row_sq, 0.05)
@@ -388,7 +423,6 @@ def muon_update(params, grads, momentum_buffer, second_moment, shape_scale, hype
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
     cautious = update * p >= 0  # decay only where it agrees with the update
     new = p - lr * (shape_scale * update + decay * p * cautious)
-    assign(momentum_buffer, buffer, skip)
     assign(second_moment, moment, skip)
     for old, part in zip(params, new.split([q.size(0) for q in params]), strict=True):
         assign(old, part, skip)
@@ -400,7 +434,8 @@ def as_tall(t, shape):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Groups of kind 'muon' hold matrices of one shape up to transposition, one or more a parameter; 'adamw' the rest.
+    """Groups of kind 'muon' hold matrices of one shape up to transposition, one or more a parameter; 'sparse' tables
+    with sparse gradients; 'adamw' the rest.
 
     GradScaler leaves unscaling and skipping to us (`_step_supports_amp_scaling`), so that no step waits for the GPU.
     """
@@ -412,6 +447,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
         self.counters = [torch.zeros((), device=self.device) for _ in range(3)]  # steps, skipped steps, loss scale
+        self.hold = torch.tensor(False, device=self.device)  # set, a step computes all and changes nothing
+        self.unscaled = torch.ones((), device=self.device)
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
             if group["kind"] == "muon":
@@ -420,36 +457,55 @@ class MuonAdamW(torch.optim.Optimizer):
                 scales = [(rows / cols) ** 0.5 if t else 1.0 for t in tall]  # rows of the update then have norm 1
                 state = [torch.zeros(len(scales), rows, n, device=self.device) for n in (cols, 1)]
                 group["state"] = [*state, torch.tensor(scales, device=self.device).view(-1, 1, 1)]
+            elif group["kind"] == "sparse":
+                group["state"] = [torch.zeros_like(p[:, :1]) for p in group["params"]]
             else:
-                group["state"] = [(torch.zeros_like(p), torch.zeros_like(p)) for p in group["params"]]
-        # One compilation a function and shape, shared by all tables: a short start counts for who waits for it
+                group["state"] = [[torch.zeros_like(p) for p in group["params"]] for _ in range(2)]
         wrap = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compile else (lambda f: f)
-        self.adamw_update, self.muon_update = wrap(adamw_update), wrap(muon_update)
+        self.muon_direction, self.muon_update = wrap(muon_direction), wrap(muon_update)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All state, for the snapshot of the warm-up."""
+        """All state."""
         return self.counters + torch.utils._pytree.tree_leaves([group["state"] for group in self.param_groups])
+
+    @torch.no_grad()
+    def forget_tables(self) -> None:
+        """Sparse tables start over."""
+        for group in self.param_groups:
+            if group["kind"] == "sparse":
+                torch._foreach_zero_([*group["params"], *group["state"]])
 
     @torch.no_grad()
     def step(self):
         """One update from p.grad; learning rates, decays and momenta are read from the groups."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # by GradScaler
-        skip = None if found_inf is None else found_inf.view(()) > 0
+        skip = self.hold if found_inf is None else self.hold | (found_inf.view(()) > 0)
         steps, skipped, loss_scale = self.counters
-        if grad_scale is not None:
-            skipped.add_(skip)
-            loss_scale.copy_(grad_scale)
         assign(steps, steps + 1, skip)
-        hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"], 0.0] for g in self.param_groups])
+        skipped.add_(skip)
+        if grad_scale is None:
+            grad_scale = self.unscaled
+        else:
+            loss_scale.copy_(grad_scale)
+        hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
             params, grads = [p.detach() for p in group["params"]], [p.grad for p in group["params"]]
             if group["kind"] == "muon":
                 params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
-                self.muon_update(params, grads, *group["state"], h, self.dtype, grad_scale, skip)
+                momentum_buffer, *state = group["state"]
+                update = self.muon_direction(grads, momentum_buffer, h, self.dtype, grad_scale, skip)
+                self.muon_update(params, polar_express(update), *state, h, skip)
+            elif group["kind"] == "sparse":
+                for p, grad, v in zip(params, grads, group["state"], strict=True):
+                    ids, grad = grad._indices()[0], grad._values()
+                    sparse_adam_update(p, ids, grad, v, steps, h[0], group["betas"][1], grad_scale, skip)
             else:
-                for p, grad, state in zip(params, grads, group["state"], strict=True):
-                    update = self.adamw_update if p.ndim == 2 and p.numel() > 2**15 else adamw_update  # small: as it is
-                    update(p, grad, *state, steps, h, group["betas"], grad_scale, skip)
+                beta1, beta2 = group["betas"]
+                torch._fused_adamw_(
+                    params, grads, *group["state"], [], [steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
+                    weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False, maximize=False,
+                    grad_scale=grad_scale, found_inf=skip.float(),
+                )  # fmt: skip
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
@@ -462,7 +518,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = [
         adamw(model.head.parameters(), UNEMBEDDING_LR * adamw_scale),
         adamw([model.embed.weight], EMBEDDING_LR * adamw_scale),
-        adamw([model.bigram_embed.weight], BIGRAM_LR * adamw_scale),
+        adamw(model.ngram_embeds.parameters(), NGRAM_LR * adamw_scale) | dict(kind="sparse"),
         adamw(model.value_embeds.parameters(), EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         adamw([model.x0_lambdas], X0_LR, betas=(0.96, 0.95)),
         adamw([model.residual_lambdas], RESIDUAL_LR),
@@ -487,7 +543,8 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
     """progress: share of the budget that is spent, in [0, 1]."""
     remaining = min(1.0, (1 - progress) / WARMDOWN)
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
+        final = NGRAM_FINAL_LR if group["kind"] == "sparse" else FINAL_LR
+        group["lr"] = group["initial_lr"] * (final + (1 - final) * remaining)
         if group["kind"] == "muon":
             group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
             group["weight_decay"] = MATRIX_DECAY * (1 - progress)
@@ -523,12 +580,11 @@ def synchronize(platform):
 
 
 def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
-    """Compiles on real shapes before the clock starts, then restores parameters, optimizer and RNG: no step is free.
+    """Compiles on real shapes before the clock starts, by a step that the optimizer holds back: no step is free.
 
     When memory runs out, halves the device batch at the same total batch; returns the platform that fits.
     """
-    tensors = [*model.parameters(), *model.buffers(), *optimizer.tensors()]
-    before = [t.detach().to("cpu", copy=True) for t in tensors]
+    optimizer.hold.fill_(True)
     fits = False
     while not fits:
         try:
@@ -537,7 +593,7 @@ def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
                 tokens = torch.randint(model.embed.num_embeddings, shape, device=platform.device)
                 batches = itertools.repeat((tokens, tokens, 0))
                 accumulation = platform.total_batch // tokens.numel()
-                train_step(model, optimizer, make_scaler(platform), batches, min(accumulation, 2))
+                train_step(model, optimizer, make_scaler(platform), batches, accumulation)
                 synchronize(platform)
             fits = True
         except torch.OutOfMemoryError:
@@ -547,8 +603,8 @@ def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
             print(f"Out of memory: device batch halved to {platform.device_batch} sequences, total batch unchanged")
         finally:
             optimizer.zero_grad(set_to_none=True)
-            for t, saved in zip(tensors, before, strict=True):
-                t.detach().copy_(saved)
+    optimizer.hold.fill_(False)
+    torch._foreach_zero_(optimizer.counters)
     return platform
 
 
@@ -581,11 +637,15 @@ def check_loss(loss, step):
         raise FloatingPointError(f"training loss {loss} at step {step}: the run is lost")
 
 
-def train(model, optimizer, scaler, loader, platform, clock):
-    """Steps until the budget is spent; returns their number. Raises FloatingPointError when the loss is lost."""
+def train(model, optimizer, scaler, loader, platform, clock, epoch_tokens=math.inf):
+    """Steps until the budget is spent; returns their number. Raises FloatingPointError when the loss is lost.
+
+    N-gram tables learn text by heart, and the rest of the model comes to rely on it when the text comes again. So they
+    forget all when one epoch is left, or two, or three ...: they see no text twice, and end with an epoch's knowledge.
+    """
     accumulation = platform.total_batch // (platform.device_batch * platform.seq_len)
     reader, live = LateReader(), sys.stdout.isatty()
-    step = collapsed = 0
+    step = collapsed = epochs_left = 0
     smooth_loss, last_print = 0.0, -math.inf
     clock.start()
     while clock.progress() < 1:
@@ -595,6 +655,10 @@ def train(model, optimizer, scaler, loader, platform, clock):
         late = reader.swap(torch.stack([loss, optimizer.counters[2]]))
         step += 1
         clock.advance(platform.total_batch)
+        before, tokens_left = epochs_left, clock.tokens * (1 / clock.progress() - 1)
+        epochs_left = math.ceil(tokens_left / (0.98 * epoch_tokens))  # with a margin for the estimate
+        if 0 < epochs_left < before:
+            optimizer.forget_tables()
         if late is None:
             continue
         loss, loss_scale = late
@@ -616,7 +680,7 @@ def train(model, optimizer, scaler, loader, platform, clock):
     return step
 
 
-SIZES = ("depth", "n_embd", "head_dim", "seq_len", "window", "bigram_rows")  # that weights depend on
+SIZES = ("depth", "n_embd", "head_dim", "seq_len", "window", "ngram_rows")  # that weights depend on
 CHECKPOINT = Path(__file__).with_name("model.safetensors")
 
 
@@ -710,7 +774,8 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     first_step = time.perf_counter() - START
     gc.collect(), gc.disable()  # a collection would stall a step by half a second
     try:
-        steps = train(model, optimizer, make_scaler(platform), loader, platform, clock)
+        epoch_tokens = len(TokenStream(tokenizer, "train"))
+        steps = train(model, optimizer, make_scaler(platform), loader, platform, clock, epoch_tokens)
     finally:
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
@@ -768,6 +833,10 @@ def main() -> None:
     tokenizer = Tokenizer.from_directory()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
+    if platform.device == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes start while the model is built
     torch._dynamo.config.recompile_limit = 64  # kinds of block x training and evaluation x halved batches
     if platform.dtype == torch.float16:
         # what a T4 has: memory-efficient attention; flash and cuDNN start at sm_80

@@ -53,17 +53,7 @@ IMPORTS, TRACE, TRITON = 15.0, 0.015, 0.25
 
 PORT = dataclasses.replace(
     train.PLATFORMS["turing"],
-    **dict(
-        name="port",
-        depth=8,
-        n_embd=512,
-        head_dim=128,
-        seq_len=512,
-        window=512,
-        device_batch=16,
-        total_batch=2**16,
-        bigram_rows=1,
-    ),
+    **dict(name="port", depth=8, n_embd=512, head_dim=128, seq_len=512, window=512, device_batch=16, total_batch=2**16),
 )
 
 
@@ -73,6 +63,8 @@ class Port(train.GPT):
 
     def __init__(self, platform, *args):
         super().__init__(dataclasses.replace(platform, dtype=torch.float32), *args)
+
+    hidden = train.GPT.hidden.__wrapped__
 
     def compile_blocks(self):
         self.compile()
@@ -126,6 +118,7 @@ def record(platform: train.Platform, evaluation: bool = False) -> tuple[Recorder
         torch._dynamo.config.patch(recompile_limit=64),
         patch.object(F, "scaled_dot_product_attention", sdpa_on_t4),
         patch.object(train, "GPT", Port if port else train.GPT),
+        patch.object(train, "NGRAMS", () if port else train.NGRAMS),
         patch.object(train.Linear, "forward", autocast_linear if port else train.Linear.forward),
     ):
         model = train.build_model(platform, VOCAB_SIZE, None)
@@ -159,14 +152,16 @@ def predict(platform: train.Platform) -> dict:
         key = f"{kernel.where} {kernel.kind}"
         rows[key] = [a + b for a, b in zip(rows[key], (seconds(kernel), kernel.flops, kernel.bytes, 1), strict=True)]
     activations = recorder.saved * platform.device_batch * platform.seq_len // platform.total_batch
+    sparse = sum(platform.total_batch * platform.n_embd * 4 for _ in model.ngram_embeds)
+    gradients = nbytes(*model.parameters()) - nbytes(*model.ngram_embeds.parameters()) + sparse
     return dict(
         seconds=step_seconds,
         tokens_per_sec=platform.total_batch / step_seconds,
         tflops=model.flops_per_token() * platform.total_batch / step_seconds / 1e12,
         flops_per_token=model.flops_per_token(),
         rows=dict(sorted(rows.items(), key=lambda item: -item[1][0])),
-        # parameters and gradients, optimizer state, what compiled forwards keep
-        memory_gb=(2 * nbytes(*model.parameters()) + nbytes(optimizer.tensors()) + activations) / 2**30,
+        # the last: what compiled forwards keep
+        memory_gb=(nbytes(*model.parameters(), optimizer.tensors()) + gradients + activations) / 2**30,
         recorder=recorder,
     )
 
@@ -174,7 +169,8 @@ def predict(platform: train.Platform) -> dict:
 def start_and_evaluation(platform: train.Platform) -> tuple[float, float]:
     """Seconds of a run before its clock and after it."""
     evaluation, *_ = record(platform, evaluation=True)
-    graphs = [*predict(platform)["recorder"].graphs, *evaluation.graphs]
+    # What training has compiled serves the evaluation, too, unless it is the port's
+    graphs = {str(m.graph): (m, k) for m, k in [*predict(platform)["recorder"].graphs, *evaluation.graphs]}.values()
     nodes = sum(len(module.graph.nodes) for module, _ in graphs)
     fused = {kernel for _, compiled in graphs for kernel in compiled if kernel.kind == "memory"}  # equal ones once
     batches = 1.5 * EVAL_TOKENS / platform.device_batch / platform.seq_len  # train.evaluate: all, and a quarter twice

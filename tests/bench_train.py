@@ -39,10 +39,16 @@ import dataclasses, sys, train
 def row(name, **new): train.PLATFORMS[name] = dataclasses.replace(train.PLATFORMS[name], **new)
 def force(name): sys.argv += ['--platform', name]
 def same_shape():
-    row('hopper', depth=8, n_embd=512, total_batch=2**19, bigram_rows=1)
+    row('hopper', depth=8, n_embd=512, total_batch=2**19)
+    train.NGRAMS = ()
     train.scale_batch = lambda platform, seconds: platform
 {recipe}
 train.main()
+"""
+BOS = """
+sys.path.append({tests!r})
+import bench_train
+print(f"bos: {{bench_train.bos_aligned_bpb():.6f}}")
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"
 KEYS = {  # column: key in the summary of our train.py; a peer prints the first five
@@ -57,15 +63,16 @@ KEYS = {  # column: key in the summary of our train.py; a peer prints the first 
 }
 
 
-def run(name: str, seconds: float, log: Path) -> dict[str, str]:
+def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, str]:
     """One child process; its summary as a dictionary, its output in the log."""
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if name in RECIPES:
-        code, arguments, cwd = PRELUDE.format(recipe=RECIPES[name]), ["--seconds", str(seconds)], ROOT
+        code = PRELUDE.format(recipe=RECIPES[name]) + bos * BOS.format(tests=str(Path(__file__).parent))
+        arguments, cwd = ["--seconds", str(seconds)], ROOT
     else:
         path = Path(name).resolve()
         code, arguments, cwd = PEER.format(seconds=int(seconds), path=str(path)), [], path.parent
-    start, first = time.perf_counter(), None
+    start, first, end = time.perf_counter(), None, 0.0
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -75,6 +82,8 @@ def run(name: str, seconds: float, log: Path) -> dict[str, str]:
             output += chunk
             if first is None and b"step 0000" in output:
                 first = time.perf_counter() - start
+            if b"\nbos: " not in output:
+                end = time.perf_counter() - start
         process.wait()
         text = output.decode(errors="replace")
         file.write(text)
@@ -85,7 +94,7 @@ def run(name: str, seconds: float, log: Path) -> dict[str, str]:
         steps = float(summary["num_steps"])
         tokens = 1e6 * float(summary["total_tokens_M"]) * max(steps - 11, 1) / steps
         summary["tokens_per_sec"] = f"{tokens / float(summary['training_seconds']):.0f}"
-    summary["total_seconds"] = f"{time.perf_counter() - start:.1f}"  # from outside, for everybody
+    summary["total_seconds"] = f"{end:.1f}"  # from outside, for everybody
     return summary
 
 
@@ -152,9 +161,7 @@ def main() -> None:
     lines = [" | ".join(["recipe".ljust(16), *(c.rjust(12) for c in columns)])]
     for name in args.recipes:
         log = args.logs / f"bench_train_{re.sub(r'[^A-Za-z0-9]+', '_', name)}.log"
-        summary = run(name, args.seconds, log)
-        if args.eval and name in RECIPES and "val_bpb" in summary:
-            summary["bos"] = f"{bos_aligned_bpb():.6f}"
+        summary = run(name, args.seconds, log, args.eval == "bos")
         lines.append(" | ".join([name[-16:].ljust(16), *(summary.get(k, "-").rjust(12) for k in columns.values())]))
         print(lines[-1] if "val_bpb" in summary else f"{name}: no summary, see {log}", flush=True)
     print("\n".join(["", *lines]))

@@ -35,7 +35,8 @@ torch_compile = torch.compile  # a Recorder stands in for it
 GEMMS = ("mm", "bmm", "addmm", "baddbmm")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
-FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like")  # beside what the schema calls a view
+SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
+FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", SPARSE)  # beside what the schema calls a view
 ATTENTION_TILE = 64  # keys: causal attention computes half of the square and half a tile more a row
 
 
@@ -63,7 +64,7 @@ def tensors_in(*tree) -> list[torch.Tensor]:
 
 
 def nbytes(*tree) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_in(tree))
+    return sum(nbytes(t._values()) if t.is_sparse else t.numel() * t.element_size() for t in tensors_in(tree))
 
 
 def kernel_of(op, args, out, where: str) -> Kernel:
@@ -78,8 +79,17 @@ def kernel_of(op, args, out, where: str) -> Kernel:
         return Kernel(where, kind, 2 * gemms * B * H * T * D * (T + ATTENTION_TILE) / 2, nbytes(args, out))
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
         return Kernel(where, "memory", 0, nbytes(out) + 3 * nbytes(tensors[0 if name == SCATTERS[0] else -1]))
-    size = 2 * nbytes(out) if name == "embedding" else nbytes(args, out) * (2 if out is None else 1)  # None: in place
-    return Kernel(where, "memory", 0, size)
+    if name in ("index_add_", "scatter_"):  # reads the source, reads and writes as much of the target
+        return Kernel(where, "memory", 0, 3 * nbytes(tensors[-1]))
+    if name in ("embedding", "index"):
+        return Kernel(where, "memory", 0, 2 * nbytes(out))
+    return Kernel(where, "memory", 0, nbytes(args, out) * (2 if out is None else 1))  # None: in place
+
+
+def in_place(node) -> bool:
+    """A scatter into a tensor to which the graph then copies the result: Inductor spares both copies."""
+    ends = [n.args[0] for n in node.users if n.target is torch.ops.aten.copy_.default]
+    return node.op == "call_function" and name_of(node.target) in SCATTERS and node.args[0] in ends
 
 
 def value(tree):
@@ -107,8 +117,11 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
             stored |= {base[i] for i in inputs}  # of the output
             continue
         name, alone = name_of(node.target), is_alone(node.target)
+        if name == "copy_" and in_place(node.args[1]):
+            continue
         for i in inputs[1:] if name == "copy_" else inputs:
-            for b, views in ({base[i]: {i: nbytes(value(i))}} if base[i] in ready else reads[base[i]]).items():
+            view = {node: nbytes(value(node))} if name == "index" and i is inputs[0] else {i: nbytes(value(i))}
+            for b, views in ({base[i]: view} if base[i] in ready else reads[base[i]]).items():
                 reads[node][b].update(views)
         stage = max((ready[b] for b in reads[node]), default=0)
         domain = value(inputs[0] if name in REDUCTIONS else node)
@@ -116,7 +129,11 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
         if alone:
             modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
             part = [path.split(".")[1] for path, _ in modules.values() if "." in path][:1]
-            kernels += price(node.target, *value((node.args, node)), ".".join([where, *part]))
+            where_part = ".".join([where, *part])
+            if in_place(node):
+                kernels.append(Kernel(where_part, "memory", 0, 2 * nbytes(value(node.args[2]))))
+            else:
+                kernels += price(node.target, *value((node.args, node)), where_part)
             stored |= {base[i] for i in inputs}
         else:
             wanted = name == "copy_" or any(r.op == "output" or is_alone(r.target) for r in readers[node])
@@ -170,6 +187,13 @@ class Recorder(TorchDispatchMode):
         self.patches.close()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if name_of(op) == "clone" and args[0].is_sparse:
+            return args[0]  # which autograd does only where somebody watches, and loses the values of meta tensors
+        if name_of(op) == "_fused_adamw_":  # which meta tensors lack: reads four lists, writes all but the gradients
+            params, grads, *state = args[:4]
+            self.see(op, args)
+            self.kernels.append(Kernel("adamw", "memory", 0, nbytes(grads) + 2 * nbytes(params, state)))
+            return None
         out = op(*args, **(kwargs or {}))
         if op.namespace != "profiler" and any(t.device.type == "meta" for t in tensors_in(args, out)):
             self.see(op, args, out)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -255,13 +255,11 @@ def test_each_epoch_visits_each_of_its_windows_once_and_no_token_is_out_of_reach
         assert 0 <= first < T and total - T <= last + T < total + T  # less than a window is left out at either end
 
 
-def test_epochs_differ_in_order_and_in_the_borders_of_windows():
-    T, total = 100, 100_000
-    starts = {1: [], 2: []}
-    for start, epoch in islice(prepare.windows(total, T, shuffle=True), 1500):
-        starts[epoch].append(start)
-    assert starts[1][0] % T != starts[2][0] % T
-    assert [s // T for s in starts[1][:500]] != [s // T for s in starts[2][:500]]
+def test_epochs_repeat_their_order_which_is_no_order_of_the_text():
+    starts = [start for start, _ in islice(prepare.windows(100_000, 100, shuffle=True), 2 * 999)]
+    assert starts[:999] == starts[999:]
+    ascending = sum(a < b for a, b in pairwise(starts[:999]))
+    assert 400 < ascending < 600
 
 
 def test_order_of_training_is_pinned_for_every_machine():

@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import torch, prepare, train
 
 sys.argv[0] = "train.py"
-tiny = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch=8, total_batch=512, bigram_rows=512)
+tiny = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch=8, total_batch=512, ngram_rows=512)
 train.PLATFORMS["cpu"] = dataclasses.replace(train.PLATFORMS["cpu"], **tiny)
 
 def clock_goes(seconds, until=301.0):

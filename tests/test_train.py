@@ -207,6 +207,68 @@ def test_adamw_matches_torch():
     torch.testing.assert_close(ours, reference)
 
 
+def dense_adam(p, grad, v, t, lr, beta2):
+    """sparse_adam_update in float64, row by row, of a dense gradient whose untouched rows are NaN."""
+    for row in (~grad.isnan().any(1)).nonzero().flatten():
+        v[row] = beta2 * v[row] + (1 - beta2) * grad[row].square().mean()
+        p[row] -= lr * grad[row] / ((v[row] / (1 - beta2**t)).sqrt() + 1e-10)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sparse_adam_moves_the_rows_of_a_batch_and_no_other(accumulation):
+    torch.manual_seed(0)
+    table = train.NGramEmbedding(2, 50, 8)
+    torch.nn.init.zeros_(table.weight)
+    group = dict(kind="sparse", params=[table.weight], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0, momentum=0.0)
+    optimizer = train.MuonAdamW([group], torch.float32, compile=False)
+    p, v = torch.zeros(50, 8, dtype=torch.float64), torch.zeros(50, 1, dtype=torch.float64)
+    for t in range(1, 5):
+        dense = torch.full((50, 8), math.nan, dtype=torch.float64)
+        for _ in range(accumulation):
+            ids, grad = torch.randint(20, (3, 7)), torch.randn(3, 7, 8)  # many a row several times
+            (torch.nn.Embedding.forward(table, ids) * grad).sum().backward()
+            for row, g in zip(ids.flatten(), grad.flatten(0, 1).double(), strict=True):
+                dense[row] = dense[row].nan_to_num(0) + g
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        dense_adam(p, dense, v, t, 0.1, 0.95)
+    torch.testing.assert_close(table.weight.double(), p, rtol=1e-5, atol=1e-6)
+    assert table.weight[20:].count_nonzero() == 0
+
+
+def test_ngrams_tell_successions_of_tokens_apart():
+    rows = 4096
+    for n in (2, 3):
+        table = train.NGramEmbedding(n, rows, 1)
+        table.weight.data = torch.arange(rows, dtype=torch.float32)[:, None]  # so that it says which row it takes
+        idx = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(n))
+        took = table(idx).flatten()
+        # As many different rows as throwing 2048 balls at random into 4096 bins fills: 1612 +- 21
+        assert 1500 < took.unique().numel() < 1700
+        idx[1:, 100 : 100 + n] = idx[0, 100 : 100 + n]  # the same n tokens, whatever stands before them
+        assert table(idx)[:, 99 + n].unique().numel() == 1
+        assert table(idx)[:, 98 + n].unique().numel() > 1
+
+
+def test_tables_forget_whole_epochs_before_the_end_and_nothing_else_is_forgotten(monkeypatch):
+    forgot = []
+    monkeypatch.setattr(train.MuonAdamW, "forget_tables", lambda self: forgot.append(self.counters[0].item()))
+    run_loop(tokens=128 * 25, epoch_tokens=128 * 10.4 / 0.98)
+    assert forgot == [5, 15]
+    forgot.clear()
+    run_loop(tokens=128 * 25, epoch_tokens=128 * 26)
+    assert forgot == []
+    monkeypatch.undo()
+    model, optimizer = build()
+    train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)
+    others = [p.detach().clone() for n, p in model.named_parameters() if "ngram" not in n]
+    assert model.ngram_embeds[0].weight.any()
+    optimizer.forget_tables()
+    assert not any(embed.weight.any() for embed in model.ngram_embeds)
+    kept = [p for n, p in model.named_parameters() if "ngram" not in n]
+    assert all(torch.equal(a, b) for a, b in zip(others, kept, strict=True))
+
+
 def test_muon_update_is_an_orthogonal_step_of_the_learning_rate():
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(3 * 64, 64))  # like c_qkv: three matrices in one parameter
@@ -258,7 +320,8 @@ def test_schedules_run_from_full_rate_to_the_final_fraction():
     assert all(group["lr"] == group["initial_lr"] for group in optimizer.param_groups)
     train.set_schedules(optimizer, 1.0, 10_000)
     for group in optimizer.param_groups:
-        assert group["lr"] == pytest.approx(train.FINAL_LR * group["initial_lr"])
+        final = train.NGRAM_FINAL_LR if group["kind"] == "sparse" else train.FINAL_LR
+        assert group["lr"] == pytest.approx(final * group["initial_lr"])
         if group["kind"] == "muon":
             assert group["momentum"] == pytest.approx(0.95) and group["weight_decay"] == 0
 
@@ -316,10 +379,10 @@ def test_twenty_steps_overfit_one_batch():
     assert losses[0] > 6 and losses[-1] < 0.5, losses
 
 
-def run_loop(seed=0, tokens=128 * 6, loader=None):
+def run_loop(seed=0, tokens=128 * 6, loader=None, **more):
     model, optimizer = build(seed=seed)
     clock = Clock(tokens=tokens)
-    steps = train.train(model, optimizer, train.make_scaler(TINY), loader or batches(), TINY, clock)
+    steps = train.train(model, optimizer, train.make_scaler(TINY), loader or batches(), TINY, clock, **more)
     return steps, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
