@@ -388,13 +388,13 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, step, lr, beta2, grad_scale, sk
     p.index_add_(0, ids, torch.where(skip, 0.0, -rate / grad_scale * grad))
 
 
-def muon_direction(grads, momentum_buffer, hyper, dtype, grad_scale, skip):
-    """Gradients, a list of (k, rows, cols), n in all, times grad_scale, to (n, rows, cols) of spectral norm below 1.
+def muon_direction(grad, momentum_buffer, hyper, dtype, grad_scale, skip):
+    """A stack of gradients (n, rows, cols), times grad_scale, to matrices whose spectral norm is below 1.
 
     hyper: (3,) learning rate, weight decay, momentum, here Nesterov's.
     """
     momentum = hyper[2]
-    grad = torch.cat(grads) / grad_scale
+    grad = grad / grad_scale
     buffer = momentum_buffer.lerp(grad, 1 - momentum)
     update = grad.lerp(buffer, momentum)
     assign(momentum_buffer, buffer, skip)
@@ -411,10 +411,10 @@ def polar_express(x):
     return x.mT if tall else x
 
 
-def muon_update(params, update, second_moment, shape_scale, hyper, skip):
-    """params: (k, rows, cols) each; update (n, rows, cols), orthogonal; state (n, rows, 1); scale (n, 1, 1)."""
+def muon_update(p, update, second_moment, shape_scale, hyper, skip):
+    """In place: p and the orthogonal update (n, rows, cols); second_moment (n, rows, 1), shape_scale (n, 1, 1)."""
     lr, decay, _ = hyper.unbind()
-    p, update = torch.cat(params), update.float()
+    update = update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
     row_sq = update.square().mean(dim=-1, keepdim=True)
     moment = second_moment.lerp(row_sq, 0.05)
@@ -422,10 +422,8 @@ def muon_update(params, update, second_moment, shape_scale, hyper, skip):
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
     cautious = update * p >= 0  # decay only where it agrees with the update
-    new = p - lr * (shape_scale * update + decay * p * cautious)
+    assign(p, p - lr * (shape_scale * update + decay * p * cautious), skip)
     assign(second_moment, moment, skip)
-    for old, part in zip(params, new.split([q.size(0) for q in params]), strict=True):
-        assign(old, part, skip)
 
 
 def as_tall(t, shape):
@@ -493,8 +491,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "muon":
                 params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
                 momentum_buffer, *state = group["state"]
-                update = self.muon_direction(grads, momentum_buffer, h, self.dtype, grad_scale, skip)
-                self.muon_update(params, polar_express(update), *state, h, skip)
+                # Stacked out here: inside, Inductor makes it a kernel a parameter, and they take long to compile
+                update = self.muon_direction(torch.cat(grads), momentum_buffer, h, self.dtype, grad_scale, skip)
+                stack = torch.cat(params)  # (n, rows, cols)
+                self.muon_update(stack, polar_express(update), *state, h, skip)
+                torch._foreach_copy_(params, stack.split([len(p) for p in params]))
             elif group["kind"] == "sparse":
                 for p, grad, v in zip(params, grads, group["state"], strict=True):
                     ids, grad = grad._indices()[0], grad._values()
