@@ -183,7 +183,10 @@ def block_linear(in_features, out_features):
 
 
 class NGramEmbedding(nn.Embedding):
-    """A row for each hash of n tokens in succession. A batch touches few of the rows: gradients are sparse."""
+    """A row for each hash of n tokens in succession. A batch touches few of the rows: gradients are sparse.
+
+    The plainest form of what Engram (https://arxiv.org/abs/2601.07372) calls conditional memory.
+    """
 
     HASH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
 
@@ -769,7 +772,11 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
         model.compile_blocks()
     optimizer = make_optimizer(model)
     num_params = sum(p.numel() for p in model.parameters())
-    print(f"{platform.name} row: {platform.attention}, {platform.dtype}, {num_params / 1e6:.1f} M parameters")
+    in_tables = sum(p.numel() for p in model.ngram_embeds.parameters())
+    print(
+        f"{platform.name} row: {platform.attention}, {platform.dtype}, {num_params / 1e6:.1f} M parameters,",
+        f"{in_tables / 1e6:.1f} M of them in tables of n-grams",
+    )
     platform = warm_up(model, optimizer, platform)
     loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
     first_step = time.perf_counter() - START
