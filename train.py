@@ -490,7 +490,8 @@ class MuonAdamW(torch.optim.Optimizer):
             loss_scale.copy_(grad_scale)
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
-            params, grads = [p.detach() for p in group["params"]], [p.grad for p in group["params"]]
+            params = [p.detach() for p in group["params"]]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]  # None: nobody uses it
             if group["kind"] == "muon":
                 params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
                 momentum_buffer, *state = group["state"]

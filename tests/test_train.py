@@ -236,6 +236,16 @@ def test_sparse_adam_moves_the_rows_of_a_batch_and_no_other(accumulation):
     assert table.weight[20:].count_nonzero() == 0
 
 
+def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
+    model, optimizer = build()
+    model.gone = model.head
+    model.head = train.Linear(TINY.n_embd, VOCAB)  # after the optimizer has seen the other
+    torch.nn.init.zeros_(model.head.weight)
+    before = model.gone.weight.detach().clone()
+    train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)
+    assert torch.equal(model.gone.weight, before)
+
+
 def test_ngrams_tell_successions_of_tokens_apart():
     rows = 4096
     for n in (2, 3):
