@@ -689,12 +689,21 @@ SIZES = ("depth", "n_embd", "head_dim", "seq_len", "window", "ngram_rows")  # th
 CHECKPOINT = Path(__file__).with_name("model.safetensors")
 
 
+@torch.no_grad()
 def save_checkpoint(model: GPT, metadata: dict) -> None:
-    """Weights and JSON metadata, by rename: a reader never sees half a file. A full disk costs them, not the run."""
+    """Weights and JSON metadata, by rename: a reader never sees half a file. A full disk costs them, not the run.
+
+    The tables of n-grams, most of the bytes, are rounded to fp16, here in the model, too: what is saved is evaluated.
+    """
     part = CHECKPOINT.with_suffix(f".safetensors.{os.getpid()}")
     sizes = {key: getattr(model.platform, key) for key in SIZES}
+    state = model.state_dict()
+    for name, table in state.items():
+        if name.startswith("ngram_embeds"):
+            state[name] = table.half()
+            table.copy_(state[name])
     try:
-        save_file(model.state_dict(), part, {"train": json.dumps(metadata | {"sizes": sizes})})
+        save_file(state, part, {"train": json.dumps(metadata | {"sizes": sizes})})
         os.replace(part, CHECKPOINT)
     except (OSError, SafetensorError) as error:
         print(f"train.py: {CHECKPOINT.name} could not be written: {error}", file=sys.stderr)
