@@ -447,9 +447,9 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, defaults={})
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
-        self.counters = [torch.zeros((), device=self.device) for _ in range(3)]  # steps, skipped steps, loss scale
+        # steps, skipped steps, loss scale, which is 1 without a GradScaler
+        self.counters = [torch.tensor(value, device=self.device) for value in (0.0, 0.0, 1.0)]
         self.hold = torch.tensor(False, device=self.device)  # set, a step computes all and changes nothing
-        self.unscaled = torch.ones((), device=self.device)
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
             if group["kind"] == "muon":
@@ -464,10 +464,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 group["state"] = [[torch.zeros_like(p) for p in group["params"]] for _ in range(2)]
         wrap = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compile else (lambda f: f)
         self.muon_direction, self.muon_update = wrap(muon_direction), wrap(muon_update)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All state."""
-        return self.counters + torch.utils._pytree.tree_leaves([group["state"] for group in self.param_groups])
 
     @torch.no_grad()
     def forget_tables(self) -> None:
@@ -484,9 +480,7 @@ class MuonAdamW(torch.optim.Optimizer):
         steps, skipped, loss_scale = self.counters
         assign(steps, steps + 1, skip)
         skipped.add_(skip)
-        if grad_scale is None:
-            grad_scale = self.unscaled
-        else:
+        if grad_scale is not None:
             loss_scale.copy_(grad_scale)
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
@@ -496,20 +490,20 @@ class MuonAdamW(torch.optim.Optimizer):
                 params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
                 momentum_buffer, *state = group["state"]
                 # Stacked out here: inside, Inductor makes it a kernel a parameter, and they take long to compile
-                update = self.muon_direction(torch.cat(grads), momentum_buffer, h, self.dtype, grad_scale, skip)
+                update = self.muon_direction(torch.cat(grads), momentum_buffer, h, self.dtype, loss_scale, skip)
                 stack = torch.cat(params)  # (n, rows, cols)
                 self.muon_update(stack, polar_express(update), *state, h, skip)
                 torch._foreach_copy_(params, stack.split([len(p) for p in params]))
             elif group["kind"] == "sparse":
                 for p, grad, v in zip(params, grads, group["state"], strict=True):
                     ids, grad = grad._indices()[0], grad._values()
-                    sparse_adam_update(p, ids, grad, v, steps, h[0], group["betas"][1], grad_scale, skip)
+                    sparse_adam_update(p, ids, grad, v, steps, h[0], group["betas"][1], loss_scale, skip)
             else:
                 beta1, beta2 = group["betas"]
                 torch._fused_adamw_(
                     params, grads, *group["state"], [], [steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
                     weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False, maximize=False,
-                    grad_scale=grad_scale, found_inf=skip.float(),
+                    grad_scale=loss_scale, found_inf=skip.float(),
                 )  # fmt: skip
 
 
@@ -609,7 +603,7 @@ def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
         finally:
             optimizer.zero_grad(set_to_none=True)
     optimizer.hold.fill_(False)
-    torch._foreach_zero_(optimizer.counters)
+    optimizer.counters[1].zero_()  # what was held back counts as skipped
     return platform
 
 
@@ -689,7 +683,6 @@ SIZES = ("depth", "n_embd", "head_dim", "seq_len", "window", "ngram_rows")  # th
 CHECKPOINT = Path(__file__).with_name("model.safetensors")
 
 
-@torch.no_grad()
 def save_checkpoint(model: GPT, metadata: dict) -> None:
     """Weights and JSON metadata, by rename: a reader never sees half a file. A full disk costs them, not the run.
 
@@ -776,7 +769,11 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer) -> tuple[GPT, dict]:
     """Trains within the budget; the model and the summary so far."""
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
-    platform = scale_batch(platform, args.seconds or TIME_BUDGET)
+    platform = scale_batch(platform, clock.seconds)
+    if platform.device == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes start while the model is built
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
         model.compile_blocks()
@@ -789,10 +786,10 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     )
     platform = warm_up(model, optimizer, platform)
     loader = make_dataloader(tokenizer, platform.device_batch, platform.seq_len, "train", platform.device)
+    epoch_tokens = len(TokenStream(tokenizer, "train"))
     first_step = time.perf_counter() - START
     gc.collect(), gc.disable()  # a collection would stall a step by half a second
     try:
-        epoch_tokens = len(TokenStream(tokenizer, "train"))
         steps = train(model, optimizer, make_scaler(platform), loader, platform, clock, epoch_tokens)
     finally:
         gc.enable()
@@ -851,11 +848,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_directory()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    if platform.device == "cuda":
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes start while the model is built
-    torch._dynamo.config.recompile_limit = 64  # kinds of block x training and evaluation x halved batches
+    torch._dynamo.config.recompile_limit = 64  # kinds of block x halved batches
     if platform.dtype == torch.float16:
         # what a T4 has: memory-efficient attention; flash and cuDNN start at sm_80
         torch.backends.cuda.enable_flash_sdp(False)

@@ -152,7 +152,8 @@ def predict(platform: train.Platform) -> dict:
         key = f"{kernel.where} {kernel.kind}"
         rows[key] = [a + b for a, b in zip(rows[key], (seconds(kernel), kernel.flops, kernel.bytes, 1), strict=True)]
     activations = recorder.saved * platform.device_batch * platform.seq_len // platform.total_batch
-    sparse = sum(platform.total_batch * platform.n_embd * 4 for _ in model.ngram_embeds)
+    states = [group["state"] for group in optimizer.param_groups]
+    sparse = len(model.ngram_embeds) * platform.total_batch * platform.n_embd * 4
     gradients = nbytes(*model.parameters()) - nbytes(*model.ngram_embeds.parameters()) + sparse
     return dict(
         seconds=step_seconds,
@@ -161,7 +162,7 @@ def predict(platform: train.Platform) -> dict:
         flops_per_token=model.flops_per_token(),
         rows=dict(sorted(rows.items(), key=lambda item: -item[1][0])),
         # the last: what compiled forwards keep
-        memory_gb=(nbytes(*model.parameters(), optimizer.tensors()) + gradients + activations) / 2**30,
+        memory_gb=(nbytes(*model.parameters(), states) + gradients + activations) / 2**30,
         recorder=recorder,
     )
 

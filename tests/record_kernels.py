@@ -86,12 +86,6 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     return Kernel(where, "memory", 0, nbytes(args, out) * (2 if out is None else 1))  # None: in place
 
 
-def in_place(node) -> bool:
-    """A scatter into a tensor to which the graph then copies the result: Inductor spares both copies."""
-    ends = [n.args[0] for n in node.users if n.target is torch.ops.aten.copy_.default]
-    return node.op == "call_function" and name_of(node.target) in SCATTERS and node.args[0] in ends
-
-
 def value(tree):
     """Of graph nodes, the tensors they stand for."""
     return tree_map(lambda x: x.meta.get("val") if isinstance(x, Node) else x, tree)
@@ -117,11 +111,8 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
             stored |= {base[i] for i in inputs}  # of the output
             continue
         name, alone = name_of(node.target), is_alone(node.target)
-        if name == "copy_" and in_place(node.args[1]):
-            continue
         for i in inputs[1:] if name == "copy_" else inputs:
-            view = {node: nbytes(value(node))} if name == "index" and i is inputs[0] else {i: nbytes(value(i))}
-            for b, views in ({base[i]: view} if base[i] in ready else reads[base[i]]).items():
+            for b, views in ({base[i]: {i: nbytes(value(i))}} if base[i] in ready else reads[base[i]]).items():
                 reads[node][b].update(views)
         stage = max((ready[b] for b in reads[node]), default=0)
         domain = value(inputs[0] if name in REDUCTIONS else node)
@@ -129,11 +120,7 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
         if alone:
             modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
             part = [path.split(".")[1] for path, _ in modules.values() if "." in path][:1]
-            where_part = ".".join([where, *part])
-            if in_place(node):
-                kernels.append(Kernel(where_part, "memory", 0, 2 * nbytes(value(node.args[2]))))
-            else:
-                kernels += price(node.target, *value((node.args, node)), where_part)
+            kernels += price(node.target, *value((node.args, node)), ".".join([where, *part]))
             stored |= {base[i] for i in inputs}
         else:
             wanted = name == "copy_" or any(r.op == "output" or is_alone(r.target) for r in readers[node])
