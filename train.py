@@ -64,7 +64,7 @@ FOUR_BIT = False           # train the block matrices as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # everything inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
-NGRAM_LR = 0.3             # n-gram embeddings (row-wise Adam, scaled likewise)
+NGRAM_LR = 0.3             # n-gram embeddings (row-wise Adam, scaled likewise, without warmdown)
 UNEMBEDDING_LR = 0.005     # output head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
@@ -75,7 +75,6 @@ VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
 FINAL_LR = 0.05            # ... to this fraction
-NGRAM_FINAL_LR = 0.3       # ... or this: n-grams that come late have yet to learn
 
 # ---------------------------------------------------------------------------
 # Platform: the one place that knows about GPUs
@@ -470,7 +469,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """Sparse tables start over."""
         for group in self.param_groups:
             if group["kind"] == "sparse":
-                torch._foreach_zero_([*group["params"], *group["state"]])
+                for tensor in (*group["params"], *group["state"]):
+                    tensor.zero_()
 
     @torch.no_grad()
     def step(self):
@@ -542,8 +542,8 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
     """progress: share of the budget that is spent, in [0, 1]."""
     remaining = min(1.0, (1 - progress) / WARMDOWN)
     for group in optimizer.param_groups:
-        final = NGRAM_FINAL_LR if group["kind"] == "sparse" else FINAL_LR
-        group["lr"] = group["initial_lr"] * (final + (1 - final) * remaining)
+        if group["kind"] != "sparse":  # n-grams that come late have yet to learn
+            group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
         if group["kind"] == "muon":
             group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
             group["weight_decay"] = MATRIX_DECAY * (1 - progress)
