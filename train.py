@@ -213,11 +213,14 @@ class Attention(nn.Module):
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
-    def forward(self, x, value_embed, cos, sin):
+    def forward(self, x, x0, residual_lambda, x0_lambda, value_embed, cos, sin):
+        """The residual stream after x0 has entered, and what is to be added to it: both (B, T, C)."""
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
-        q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
-        gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
+        x = residual_lambda * x + x0_lambda * x0  # (B, T, C)
+        y = norm(x)
+        q, k, v = self.c_qkv(y).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        gate = 2 * torch.sigmoid(self.gate(y[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if value_embed is not None:
             v = v + gate[:, :, H:] * value_embed.view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
@@ -233,7 +236,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # from (pieces, H, W, D)
             y = y.reshape(B, -1, H, D)[:, S : S + T]
         y = y * gate[:, :, :H]
-        return self.c_proj(y.reshape(B, T, C))
+        return x, self.c_proj(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -242,8 +245,9 @@ class MLP(nn.Module):
         self.c_fc = block_linear(platform.n_embd, 4 * platform.n_embd)
         self.c_proj = block_linear(4 * platform.n_embd, platform.n_embd)
 
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+    def forward(self, x, y):
+        x = x + y  # (B, T, C)
+        return x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
 
 
 class Block(nn.Module):
@@ -252,10 +256,8 @@ class Block(nn.Module):
         self.attn = Attention(platform, window, shift, has_value_embed, flash)
         self.mlp = MLP(platform)
 
-    def forward(self, x, x0, residual_lambda, x0_lambda, value_embed, cos, sin):
-        x = residual_lambda * x + x0_lambda * x0  # (B, T, C)
-        x = x + self.attn(norm(x), value_embed, cos, sin)
-        return x + self.mlp(norm(x))
+    def forward(self, *args):
+        return self.mlp(*self.attn(*args))
 
 
 class GPT(nn.Module):
@@ -302,8 +304,9 @@ class GPT(nn.Module):
         requantize(self)
 
     def compile_blocks(self) -> None:
-        for block in self.blocks:
-            block.compile(fullgraph=True, dynamic=False)  # blocks of one kind share one compilation
+        for block in self.blocks:  # halves of one kind share one compilation: of MLPs there is one kind
+            block.attn.compile(fullgraph=True, dynamic=False)
+            block.mlp.compile(fullgraph=True, dynamic=False)
 
     @torch.enable_grad()  # in evaluation, too: it then runs what training has compiled
     def hidden(self, idx):

@@ -55,7 +55,7 @@ def test_twice_the_batch_takes_twice_the_time_and_one_optimizer_step():
     once = bench_t4.predict(TURING)
     twice = bench_t4.predict(dataclasses.replace(TURING, total_batch=2 * TURING.total_batch))
     assert 1.8 < twice["seconds"] / once["seconds"] < 2
-    for where, times in [("Block", 2), ("cross-entropy", 2), ("update", 1)]:
+    for where, times in [("MLP", 2), ("cross-entropy", 2), ("update", 1)]:
         launches = [sum(row[3] for key, row in p["rows"].items() if where in key) for p in (once, twice)]
         assert launches[1] == times * launches[0] > 0
 
