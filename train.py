@@ -394,7 +394,7 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, step, lr, beta2, grad_scale, sk
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, grad_scale, skip):
-    """A stack of gradients (n, rows, cols), times grad_scale, to matrices whose spectral norm is below 1.
+    """A stack of gradients (n, C, C), times grad_scale, to matrices whose spectral norm is below 1.
 
     hyper: (3,) learning rate, weight decay, momentum, here Nesterov's.
     """
@@ -407,17 +407,15 @@ def muon_direction(grad, momentum_buffer, hyper, dtype, grad_scale, skip):
 
 
 def polar_express(x):
-    """Orthogonalizes a stack of matrices (n, rows, cols) whose spectral norm is at most 1. All GEMMs: not compiled."""
-    tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x
+    """Orthogonalizes a stack of squares (n, C, C) whose spectral norm is at most 1. All GEMMs: not compiled."""
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # ax + (bG + cGG)x
-    return x.mT if tall else x
+    return x
 
 
-def muon_update(p, update, second_moment, shape_scale, hyper, skip):
-    """In place: p and the orthogonal update (n, rows, cols); second_moment (n, rows, 1), shape_scale (n, 1, 1)."""
+def muon_update(p, update, second_moment, scale, hyper, skip):
+    """In place: p and the orthogonal update (n, C, C); second_moment (n, C, 1), scale (n, 1, 1)."""
     lr, decay, _ = hyper.unbind()
     update = update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
@@ -427,18 +425,18 @@ def muon_update(p, update, second_moment, shape_scale, hyper, skip):
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
     cautious = update * p >= 0  # decay only where it agrees with the update
-    assign(p, p - lr * (shape_scale * update + decay * p * cautious), skip)
+    assign(p, p - lr * (scale * update + decay * p * cautious), skip)
     assign(second_moment, moment, skip)
 
 
-def as_tall(t, shape):
-    """A parameter, or its gradient, as a view (k, rows, cols) of `shape`, transposed where it is wide."""
-    return (t.mT if t.size(0) < t.size(1) else t).unflatten(0, (-1, shape[0]))
+def as_squares(t):
+    """A matrix or its gradient as a view (k, C, C): q, k and v count apart, and so do the C x C slices of an MLP."""
+    return (t.mT if t.size(0) < t.size(1) else t).unflatten(0, (-1, min(t.shape)))
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Groups of kind 'muon' hold matrices of one shape up to transposition, one or more a parameter; 'sparse' tables
-    with sparse gradients; 'adamw' the rest.
+    """Groups of kind 'muon' hold matrices made of squares of one size; 'sparse' tables with sparse gradients; 'adamw'
+    the rest.
 
     GradScaler leaves unscaling and skipping to us (`_step_supports_amp_scaling`), so that no step waits for the GPU.
     """
@@ -455,11 +453,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
             if group["kind"] == "muon":
-                rows, cols = group["shape"]
-                tall = [p.size(0) >= p.size(1) for p in group["params"] for _ in as_tall(p, (rows, cols))]
-                scales = [(rows / cols) ** 0.5 if t else 1.0 for t in tall]  # rows of the update then have norm 1
-                state = [torch.zeros(len(scales), rows, n, device=self.device) for n in (cols, 1)]
-                group["state"] = [*state, torch.tensor(scales, device=self.device).view(-1, 1, 1)]
+                squares = [as_squares(p.detach()) for p in group["params"]]
+                shares = [min(1, p.size(0) / p.size(1)) for p in group["params"]]  # of a row that one square holds
+                scale = [torch.full_like(s[:, :1, :1], share**0.5) for s, share in zip(squares, shares, strict=True)]
+                momentum_buffer = torch.zeros_like(torch.cat(squares))  # (n, C, C)
+                group["state"] = [torch.cat(scale), momentum_buffer, torch.zeros_like(momentum_buffer[..., :1])]
             elif group["kind"] == "sparse":
                 group["state"] = [torch.zeros_like(p[:, :1]) for p in group["params"]]
             else:
@@ -490,12 +488,12 @@ class MuonAdamW(torch.optim.Optimizer):
             params = [p.detach() for p in group["params"]]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]  # None: nobody uses it
             if group["kind"] == "muon":
-                params, grads = ([as_tall(t, group["shape"]) for t in tensors] for tensors in (params, grads))
-                momentum_buffer, *state = group["state"]
+                params, grads = ([as_squares(t) for t in tensors] for tensors in (params, grads))
+                scale, momentum_buffer, second_moment = group["state"]
                 # Stacked out here: inside, Inductor makes it a kernel a parameter, and they take long to compile
                 update = self.muon_direction(torch.cat(grads), momentum_buffer, h, self.dtype, loss_scale, skip)
-                stack = torch.cat(params)  # (n, rows, cols)
-                self.muon_update(stack, polar_express(update), *state, h, skip)
+                stack = torch.cat(params)  # (n, C, C)
+                self.muon_update(stack, polar_express(update), second_moment, scale, h, skip)
                 torch._foreach_copy_(params, stack.split([len(p) for p in params]))
             elif group["kind"] == "sparse":
                 for p, grad, v in zip(params, grads, group["state"], strict=True):
@@ -525,14 +523,9 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         adamw([model.x0_lambdas], X0_LR, betas=(0.96, 0.95)),
         adamw([model.residual_lambdas], RESIDUAL_LR),
         adamw([block.attn.gate.weight for block in model.blocks], GATE_LR),
-    ]
-    shapes: dict[tuple[int, int], list[nn.Parameter]] = {}
-    for linear in block_linears(model):
-        rows, cols = linear.weight.shape
-        shape = (cols, cols) if rows == 3 * cols else (max(rows, cols), min(rows, cols))  # q, k and v count apart
-        shapes.setdefault(shape, []).append(linear.weight)
-    muon = dict(kind="muon", lr=MATRIX_LR, betas=None, weight_decay=MATRIX_DECAY, momentum=0.95)
-    groups += [muon | dict(shape=shape, params=params) for shape, params in shapes.items()]
+        dict(kind="muon", params=[linear.weight for linear in block_linears(model)], lr=MATRIX_LR, betas=None,
+             weight_decay=MATRIX_DECAY, momentum=0.95),
+    ]  # fmt: skip
     return MuonAdamW(groups, platform.dtype, compile=platform.device == "cuda")
 
 
@@ -769,14 +762,17 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def start_compiler() -> None:
+    """Its processes get ready while FA3 is loaded and the model built; before they are, kernels compile one by one."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
+
+
 def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenizer) -> tuple[GPT, dict]:
     """Trains within the budget; the model and the summary so far."""
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     platform = scale_batch(platform, clock.seconds)
-    if platform.device == "cuda":
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes start while the model is built
     model = build_model(platform, tokenizer.get_vocab_size(), flash)
     if platform.device == "cuda":
         model.compile_blocks()
@@ -846,6 +842,8 @@ def report(summary: dict, row: dict[str, str], platform: Platform) -> None:
 def main() -> None:
     args = parse_args()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is not None and args.sample is None and not args.eval_only:
+        start_compiler()
     flash = load_fa3()
     platform = pick_platform(capability, flash is not None, args.platform)
     tokenizer = Tokenizer.from_directory()
