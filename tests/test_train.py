@@ -283,6 +283,14 @@ def test_tables_forget_whole_epochs_before_the_end_and_nothing_else_is_forgotten
     assert all(torch.equal(a, b) for a, b in zip(others, kept, strict=True))
 
 
+def test_it_trains_and_forgets_without_n_grams_too(monkeypatch):
+    monkeypatch.setattr(train, "NGRAMS", ())
+    model, optimizer = build()
+    train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)
+    optimizer.forget_tables()
+    assert optimizer.counters[0] == 1 and model.head.weight.isfinite().all()
+
+
 def test_muon_moves_each_square_by_an_orthogonal_step_of_the_learning_rate():
     torch.manual_seed(0)
     shapes = [(3 * 64, 64), (64, 64), (64, 4 * 64)]  # like c_qkv, c_proj and the MLP's c_proj
