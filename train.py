@@ -606,25 +606,22 @@ def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
 class LateReader:
     """Hands device tensors to the host a step late, so that the host never waits for the step it has just launched."""
 
-    def __init__(self):
-        self.pending = None
+    pending = None
 
-    def swap(self, tensor: torch.Tensor) -> list[float] | None:
-        """Starts the copy of this step's tensor and returns the previous step's values."""
-        event = torch.cuda.Event() if tensor.is_cuda else None
-        previous, self.pending = self.pending, (tensor.to("cpu", non_blocking=True), event)
-        if event is not None:
-            event.record()
-        return self.values(previous)
-
-    @staticmethod
-    def values(pending):
-        if pending is None:
+    def swap(self, tensor: torch.Tensor | None = None) -> list[float] | None:
+        """Starts the copy of this step's tensor, if there is one, and returns the previous step's values."""
+        previous, self.pending = self.pending, None
+        if tensor is not None:
+            event = torch.cuda.Event() if tensor.is_cuda else None
+            self.pending = tensor.to("cpu", non_blocking=True), event
+            if event is not None:
+                event.record()
+        if previous is None:
             return None
-        tensor, event = pending
+        values, event = previous
         if event is not None:
             event.synchronize()
-        return tensor.tolist()
+        return values.tolist()
 
 
 def check_loss(loss, step):
@@ -671,7 +668,7 @@ def train(model, optimizer, scaler, loader, platform, clock, epoch_tokens=math.i
             print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
     synchronize(platform)
     clock.stop()
-    check_loss(LateReader.values(reader.pending)[0], step)
+    check_loss(reader.swap()[0], step)
     return step
 
 
