@@ -218,9 +218,10 @@ class Attention(nn.Module):
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
         x = residual_lambda * x + x0_lambda * x0  # (B, T, C)
-        y = norm(x)
-        q, k, v = self.c_qkv(y).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
-        gate = 2 * torch.sigmoid(self.gate(y[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
+        normed = norm(x)
+        q, k, v = self.c_qkv(normed).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        gate = 2 * torch.sigmoid(self.gate(normed[..., : self.GATE_CHANNELS]))  # 1 at init
+        gate = gate.unsqueeze(-1)  # (B, T, H or 2H, 1)
         if value_embed is not None:
             v = v + gate[:, :, H:] * value_embed.view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
@@ -246,7 +247,8 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * platform.n_embd, platform.n_embd)
 
     def forward(self, x, y):
-        x = x + y  # (B, T, C)
+        """The residual stream x with y, and then what the MLP makes of it, added: (B, T, C)."""
+        x = x + y
         return x + self.c_proj(F.relu(self.c_fc(norm(x))).square())
 
 
