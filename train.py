@@ -480,6 +480,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from p.grad; learning rates, decays and momenta are read from the groups."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # by GradScaler
         skip = self.hold if found_inf is None else self.hold | (found_inf.view(()) > 0)
+        found_inf = skip.float()
         steps, skipped, loss_scale = self.counters
         assign(steps, steps + 1, skip)
         skipped.add_(skip)
@@ -487,8 +488,14 @@ class MuonAdamW(torch.optim.Optimizer):
             loss_scale.copy_(grad_scale)
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True), strict=True):
+            if group["kind"] == "sparse":
+                for p, v in zip(group["params"], group["state"], strict=True):
+                    if p.grad is not None:  # None: nobody uses it
+                        ids, grad = p.grad._indices()[0], p.grad._values()
+                        sparse_adam_update(p, ids, grad, v, steps, h[0], group["betas"][1], loss_scale, skip)
+                continue
             params = [p.detach() for p in group["params"]]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]  # None: nobody uses it
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             if group["kind"] == "muon":
                 params, grads = ([as_squares(t) for t in tensors] for tensors in (params, grads))
                 scale, momentum_buffer, second_moment = group["state"]
@@ -497,16 +504,12 @@ class MuonAdamW(torch.optim.Optimizer):
                 stack = torch.cat(params)  # (n, C, C)
                 self.muon_update(stack, polar_express(update), second_moment, scale, h, skip)
                 torch._foreach_copy_(params, stack.split([len(p) for p in params]))
-            elif group["kind"] == "sparse":
-                for p, grad, v in zip(params, grads, group["state"], strict=True):
-                    ids, grad = grad._indices()[0], grad._values()
-                    sparse_adam_update(p, ids, grad, v, steps, h[0], group["betas"][1], loss_scale, skip)
             else:
                 beta1, beta2 = group["betas"]
                 torch._fused_adamw_(
                     params, grads, *group["state"], [], [steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
                     weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False, maximize=False,
-                    grad_scale=loss_scale, found_inf=skip.float(),
+                    grad_scale=loss_scale, found_inf=found_inf,
                 )  # fmt: skip
 
 
@@ -589,7 +592,7 @@ def warm_up(model: GPT, optimizer: MuonAdamW, platform: Platform) -> Platform:
                 shape = platform.device_batch, platform.seq_len
                 tokens = torch.randint(model.embed.num_embeddings, shape, device=platform.device)
                 batches = itertools.repeat((tokens, tokens, 0))
-                accumulation = platform.total_batch // tokens.numel()
+                accumulation = platform.total_batch // tokens.numel()  # all of it: sparse gradients add up in memory
                 train_step(model, optimizer, make_scaler(platform), batches, accumulation)
                 synchronize(platform)
             fits = True
@@ -848,7 +851,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_directory()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64  # kinds of block x halved batches
+    torch._dynamo.config.recompile_limit = 64  # kinds of attention x halved batches
     if platform.dtype == torch.float16:
         # what a T4 has: memory-efficient attention; flash and cuDNN start at sm_80
         torch.backends.cuda.enable_flash_sdp(False)

@@ -245,9 +245,11 @@ def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
     model.gone = model.head
     model.head = train.Linear(TINY.n_embd, VOCAB)  # after the optimizer has seen the other
     torch.nn.init.zeros_(model.head.weight)
+    gone_table, model.ngram_embeds = model.ngram_embeds[1], model.ngram_embeds[:1]
     before = model.gone.weight.detach().clone()
     train.train_step(model, optimizer, train.make_scaler(TINY), batches(), 1)
     assert torch.equal(model.gone.weight, before)
+    assert not gone_table.weight.any()
 
 
 def test_ngrams_tell_successions_of_tokens_apart():
