@@ -165,16 +165,17 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
             start += tl.num_programs(0) * BLOCK
 
 
-def _saved_stays() -> bool:
+def _saved_stays(saved: Tensor) -> bool:
     """Whether what the running backward saved must stay: for retain_graph, or because torch.compile is tracing."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    traced = torch.compiler.is_compiling() or type(saved) is not Tensor  # up to torch 2.11 the first is for Dynamo alone
+    return traced or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """A saved gradient times factor (), multiplied in fp32, in place where it can be."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative")
-    if _saved_stays() or not (grad.is_cuda and grad.is_contiguous()):
+    if _saved_stays(grad) or not (grad.is_cuda and grad.is_contiguous()):
         return (grad * factor.expand(1, 1)).to(grad.dtype)  # () would be rounded to grad's dtype first
     programs = 8 * torch.cuda.get_device_properties(grad.device).multi_processor_count
     _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=2048)
@@ -317,7 +318,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
             grad = _scaled(grad, grad_loss * late)
         else:
             logits, targets = ctx.saved_tensors
-            grad = logits.clone() if _saved_stays() else logits
+            grad = logits.clone() if _saved_stays(logits) else logits
             _cross_entropy_(grad, targets, grad_loss, *ctx.options)
         return grad, None, None, None, None, None
 

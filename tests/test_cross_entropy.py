@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import kernels
@@ -366,6 +367,15 @@ def test_compiles_into_one_graph_with_the_same_results(function, reduction, devi
     torch._dynamo.reset()
     compiled = gradients(torch.compile(function, fullgraph=True), x, weight, targets, **options)
     torch.testing.assert_close(compiled, gradients(function, x, weight, targets, **options), rtol=1e-2, atol=1e-3)
+
+
+@torch.no_grad()
+def test_the_backward_can_be_traced_by_aotautograd():
+    """There torch 2.11 says that it is not compiling. A kernel launch would fail: fake tensors have no memory."""
+    with FakeTensorMode(), patch.object(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False):
+        grad = torch.empty(90, 16, dtype=torch.bfloat16, device="cuda")
+        scaled = kernels._scaled(grad, torch.ones((), device="cuda"))
+    assert scaled.dtype == torch.bfloat16 and scaled.shape == grad.shape and scaled is not grad
 
 
 def test_custom_ops_pass_opcheck(device):
