@@ -167,7 +167,7 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
 
 def _saved_stays(saved: Tensor) -> bool:
     """Whether what the running backward saved must stay: for retain_graph, or because torch.compile is tracing."""
-    traced = torch.compiler.is_compiling() or type(saved) is not Tensor  # up to torch 2.11 the first is for Dynamo alone
+    traced = torch.compiler.is_compiling() or type(saved) is not Tensor  # before torch 2.13 only Dynamo sets the first
     return traced or torch._C._autograd._get_current_graph_task_keep_graph()
 
 

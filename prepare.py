@@ -14,6 +14,7 @@ leaves whole ones, and the next run goes on from there. Nothing in the cache is 
 """
 
 import argparse
+import atexit
 import base64
 import errno
 import fcntl
@@ -724,6 +725,12 @@ def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
+
+    def stop() -> None:
+        free.put(None)
+        thread.join()
+
+    atexit.register(stop)  # a thread that is inside of CUDA when the interpreter ends would abort the process
     try:
         while True:
             slot, epoch, error = ready.get()
@@ -737,9 +744,9 @@ def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
                 slot.released.record(torch.cuda.current_stream(device))
                 free.put(slot)
     finally:
-        free.put(None)
-        if not sys.is_finalizing():  # at exit the thread is frozen already: waiting for it would hang
-            thread.join()
+        atexit.unregister(stop)
+        if not sys.is_finalizing():
+            stop()
             stream.synchronize()  # no copy may land in memory that was given back
 
 
