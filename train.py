@@ -213,7 +213,7 @@ class Attention(nn.Module):
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
-    def forward(self, x, x0, residual_lambda, x0_lambda, value_embed, cos, sin):
+    def forward(self, x, x0, residual_lambda, x0_lambda, idx, value_table, cos, sin):
         """The residual stream after x0 has entered, and what is to be added to it: both (B, T, C)."""
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
@@ -222,8 +222,8 @@ class Attention(nn.Module):
         q, k, v = self.c_qkv(normed).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(normed[..., : self.GATE_CHANNELS]))  # 1 at init
         gate = gate.unsqueeze(-1)  # (B, T, H or 2H, 1)
-        if value_embed is not None:
-            v = v + gate[:, :, H:] * value_embed.view(B, T, H, D)
+        if value_table is not None:  # looked up in here, it is fused with what follows, and so is its gradient
+            v = v + gate[:, :, H:] * F.embedding(idx, value_table.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer is then enough to find what followed a token the last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
@@ -323,9 +323,8 @@ class GPT(nn.Module):
         x0 = norm(x0)
         x = x0.view_as(x0)  # one tensor twice among the arguments would have the first block compiled apart
         for i, block in enumerate(self.blocks):
-            table = self.value_embeds[str(i)].weight.to(dtype) if str(i) in self.value_embeds else None
-            value_embed = F.embedding(idx, table) if table is not None else None
-            x = block(x, x0, self.residual_lambdas[i], self.x0_lambdas[i], value_embed, cos, sin)
+            value_table = self.value_embeds[str(i)].weight if str(i) in self.value_embeds else None
+            x = block(x, x0, self.residual_lambdas[i], self.x0_lambdas[i], idx, value_table, cos, sin)
         return x
 
     def forward(self, idx, targets=None, reduction="mean"):

@@ -115,7 +115,7 @@ def test_pieces_of_a_shifted_layer_span_the_cuts_of_the_others():
     for shift, reach in (0, 32), (8, 40):  # cut at 32, or at 24 and 40
         attention = train.Attention(platform, 16, shift, False, None)
         with torch.no_grad():
-            a, b = (attention(t, t, 1.0, 0.0, None, cos, sin)[1] for t in (changed, x))
+            a, b = (attention(t, t, 1.0, 0.0, None, None, cos, sin)[1] for t in (changed, x))
             difference = a - b
         moved = difference.abs().amax((0, 2)).nonzero().squeeze(1)
         assert moved.tolist() == list(range(30, reach))
