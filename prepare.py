@@ -745,7 +745,7 @@ def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
                 free.put(slot)
     finally:
         atexit.unregister(stop)
-        if not sys.is_finalizing():
+        if not sys.is_finalizing():  # or it has stopped already, and CUDA may be gone
             stop()
             stream.synchronize()  # no copy may land in memory that was given back
 

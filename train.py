@@ -842,8 +842,9 @@ def report(summary: dict, row: dict[str, str], platform: Platform) -> None:
 
 def main() -> None:
     args = parse_args()
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability is not None and args.sample is None and not args.eval_only:
+    use_gpu = torch.cuda.is_available() and args.platform != "cpu"
+    capability = torch.cuda.get_device_capability() if use_gpu else None
+    if use_gpu and args.sample is None and not args.eval_only:
         start_compiler()
     flash = load_fa3()
     platform = pick_platform(capability, flash is not None, args.platform)
