@@ -13,6 +13,8 @@ written last, `train_shards`, their number. Files are made under a temporary nam
 leaves whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
 """
 
+from __future__ import annotations
+
 import argparse
 import atexit
 import base64
@@ -69,6 +71,372 @@ RESULTS = Path(__file__).resolve().parent / "results.tsv"
 
 class PrepareError(SystemExit):
     """An error for people: one line that names the remedy. Uncaught, it ends the process with that line alone."""
+
+
+# --------------------------------------------------------------------------------------------------------------- metric
+
+
+def evaluate_bpb(
+    model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, tokens: int = EVAL_TOKENS
+) -> float:
+    """Bits per byte of the first `tokens` validation targets: sum of nats over sum of raw bytes, BOS in neither.
+
+    Each target is scored exactly once whatever batch_size and seq_len are: targets that fill up the last batch are -1.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    stream = TokenStream(tokenizer, "val")
+    n = min(tokens, len(stream) - 1)
+    if n < tokens:
+        print(f"the validation split holds {n:,} targets, fewer than {tokens:,}: all are scored")
+    batches = -(-n // (batch_size * seq_len))
+    text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
+    x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
+    y = torch.full_like(x, -1)
+    x[:n], y[:n] = text[:-1], text[1:]
+    nbytes = torch.tensor([*tokenizer.token_bytes(), 0], device=device)[y]  # -1 finds the 0 at the end
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for xb, yb, counts in zip(*(t.view(batches, batch_size, seq_len) for t in (x, y, nbytes > 0)), strict=True):
+            loss = model(xb, yb, reduction="none").view(-1)  # (B*T,)
+            nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
+    return (nats / (math.log(2) * nbytes.sum())).item()  # the host waits for the device here only
+
+
+# ---------------------------------------------------------------------------------------------------------------- clock
+
+
+class Clock:
+    """Wall time from the first training step to the end of the last, loading included. It drives every schedule."""
+
+    def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
+        if not seconds > 0 or (tokens is not None and tokens <= 0):
+            raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
+        self.seconds, self.limit, self.tokens = seconds, tokens, 0
+        self.started = self.stopped = None
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def advance(self, tokens: int) -> None:
+        """After each step."""
+        self.tokens += tokens
+
+    def elapsed(self) -> float:
+        return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
+
+    def progress(self) -> float:
+        """In [0, 1]: of the tokens where they are limited, else of the seconds."""
+        return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
+
+    def stop(self) -> float:
+        """Training seconds, for good."""
+        self.stopped = self.stopped or time.perf_counter()
+        return self.elapsed()
+
+    @property
+    def official(self) -> bool:
+        """Had the whole budget and kept to it: train.py logs such runs only."""
+        full = self.seconds == TIME_BUDGET and self.limit is None and self.stopped is not None
+        return full and self.elapsed() <= 1.01 * TIME_BUDGET
+
+
+# --------------------------------------------------------------------------------------------------------------- loader
+
+
+class TokenStream:
+    """The token shards of a split as one sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, split: str):
+        assert split in ("train", "val"), f"split is train or val, not {split}"
+        shards = open_shards(tokenizer.directory, split, tokenizer.fingerprint)
+        self.tokens = [shard.tokens for shard in shards]
+        self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, n: int) -> np.ndarray:
+        """(n,) uint16 from `start` on, across the borders of shards."""
+        i = int(np.searchsorted(self.ends, start, side="right"))
+        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # from its end
+        return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
+
+
+def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
+    """Endless (start, epoch) of windows of T inputs and one more target.
+
+    The order of training depends on T alone, not on the machine nor on train.py's --seed: two runs differ by what was
+    changed in between, not by the text they happened to see. It is the same in each epoch: text comes again when, and
+    only when, all other text has come. NumPy has frozen the streams of RandomState, not those of default_rng.
+    """
+    random = np.random.RandomState(1)
+    offset = random.randint(min(T, total - T)) if shuffle else 0
+    count = (total - 1 - offset) // T
+    order = random.permutation(count) if shuffle else range(count)
+    for epoch in itertools.count(1):
+        for i in order:
+            yield offset + int(i) * T, epoch
+
+
+def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
+    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
+
+    Train windows come shuffled, those of val in order. A batch is valid until the next but one is asked for.
+    """
+    import torch
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    stream = TokenStream(tokenizer, split)
+    if len(stream) <= T:
+        raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
+    order = windows(len(stream), T, shuffle=split == "train")
+
+    def fill(batch) -> int:
+        """Writes the next batch to (2, B, T) int64, x and y; returns its epoch."""
+        for x, y in zip(*batch.numpy(), strict=True):
+            start, epoch = next(order)
+            tokens = stream.read(start, T + 1)
+            x[:], y[:] = tokens[:-1], tokens[1:]
+        return epoch
+
+    def plain() -> Iterator:
+        while True:
+            batch = torch.empty(2, B, T, dtype=torch.int64)
+            epoch = fill(batch)
+            yield *batch, epoch
+
+    return prefetched(fill, (2, B, T), device) if device.type == "cuda" else plain()
+
+
+def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
+    """A thread fills pinned buffers and copies them to the GPU on a stream of its own, a batch ahead.
+
+    Of three slots the caller may still read two while the third is filled. Events order the streams, so that the host
+    waits for none: a copy waits for the kernels that read the slot before, the caller's kernels wait for the copy.
+    """
+    import torch
+
+    class Slot:
+        def __init__(self):
+            self.host = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            self.batch = torch.empty(shape, dtype=torch.int64, device=device)
+            self.copied, self.released = torch.cuda.Event(), torch.cuda.Event()
+
+    free, ready, used = queue.SimpleQueue(), queue.SimpleQueue(), deque()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # whoever used the slots' memory before is done with it
+    for _ in range(3):
+        free.put(Slot())
+
+    def work() -> None:
+        try:
+            while slot := free.get():
+                slot.copied.synchronize()  # its pinned buffer has been read
+                epoch = fill(slot.host)
+                with torch.cuda.stream(stream):
+                    stream.wait_event(slot.released)
+                    slot.batch.copy_(slot.host, non_blocking=True)
+                    slot.copied.record(stream)
+                ready.put((slot, epoch, None))
+        except BaseException as error:  # or the caller would wait for ever
+            ready.put((None, 0, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        free.put(None)
+        thread.join()
+
+    atexit.register(stop)  # a thread that is inside of CUDA when the interpreter ends would abort the process
+    try:
+        while True:
+            slot, epoch, error = ready.get()
+            if error:
+                raise error
+            torch.cuda.current_stream(device).wait_event(slot.copied)
+            used.append(slot)
+            yield *slot.batch, epoch
+            if len(used) == 2:
+                slot = used.popleft()
+                slot.released.record(torch.cuda.current_stream(device))
+                free.put(slot)
+    finally:
+        atexit.unregister(stop)
+        if not sys.is_finalizing():  # or it has stopped already, and CUDA may be gone
+            stop()
+            stream.synchronize()  # no copy may land in memory that was given back
+
+
+# ------------------------------------------------------------------------------------------------------------------ log
+
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset"]
+
+
+def read_results(path: str | Path | None = None) -> list[dict]:
+    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
+    rows, data = [], b""
+    with suppress(OSError):
+        data = Path(path or RESULTS).read_bytes()
+    for line in data.decode(errors="replace").split("\n"):
+        fields = line.removesuffix("\r").split("\t")
+        with suppress(ValueError):
+            row = dict(zip(COLUMNS, fields, strict=True))
+            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb")}
+            if row["status"] in ("keep", "discard", "crash") and math.isfinite(row["val_bpb"] + row["memory_gb"]):
+                rows.append(row)
+    return rows
+
+
+def log_result(
+    *,
+    val_bpb: float,
+    memory_gb: float,
+    gpu: str,
+    dataset: str,
+    crashed: bool = False,
+    commit: str | None = None,
+    description: str | None = None,
+    path: str | Path | None = None,
+) -> str:
+    """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
+    else `discard`; or `crash`. A row that the file refuses goes to stderr and to `results.tsv.rescued` beside it."""
+    path = Path(path or RESULTS)
+    rescued = path.with_name(path.name + ".rescued")
+    if commit is None or description is None:
+        head = git_head()
+        commit, description = commit or head[0], head[1] if description is None else description
+    commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
+
+    def row() -> tuple[str, str]:
+        if crashed or not math.isfinite(val_bpb):
+            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", description, gpu, dataset])
+        rows = [r for r in read_results(path) + read_results(rescued) if r["status"] != "crash"]
+        best = min((r["val_bpb"] for r in rows if (r["gpu"], r["dataset"]) == (gpu, dataset)), default=math.inf)
+        status = "keep" if round(val_bpb, 6) < best else "discard"
+        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset])
+
+    try:
+        return append_row(path, row)
+    except (OSError, ValueError) as error:
+        status, line = row()
+        print(f"{path} refuses this row ({error}); see also {rescued.name}\n{line}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):
+            append_row(rescued, row)
+        return status
+
+
+def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
+    """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
+    header = "\t".join(COLUMNS)
+    while True:
+        with open(path, "a+b", buffering=0) as file:
+            lock(file, patience=10)
+            file.seek(0)
+            text = file.read()
+            if text and text.split(b"\n")[0].removesuffix(b"\r") != header.encode():
+                raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
+            status, line = row()
+            before = "" if text.endswith(b"\n") else "\n" if text else f"{header}\n"
+            data = f"{before}{line}\n".encode()
+            if file.write(data) != len(data):
+                file.truncate(len(text))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return status
+        # the file was replaced (by git, say) while we held it: the row belongs into the new one
+
+
+def clean(field: str) -> str:
+    """One field of printable text. A double quote would open a quoted field for pandas."""
+    return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
+
+
+def git_head() -> tuple[str, str]:
+    """Short hash and subject of HEAD in the repository that holds this file."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "log", "-1", "--format=%H%x09%s"]
+        out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
+        commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
+        return commit[:7], subject
+    return "0000000", ""
+
+
+def log_crash() -> None:
+    """A crash row for HEAD where its run left none: a SyntaxError in train.py, a kill, a clock that ran over."""
+    rows = read_results() + read_results(RESULTS.with_name(RESULTS.name + ".rescued"))
+    if git_head()[0][:7] not in {row["commit"] for row in rows}:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+
+
+def plot(path: Path) -> None:
+    """Draws results.tsv: a panel a gpu and dataset, with every experiment, and a table of the kept ones beside it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PrepareError("--plot needs matplotlib: pip install -e '.[plot]'") from None
+    panels: dict[tuple[str, str], list[dict]] = {}
+    for row in read_results():
+        panels.setdefault((row["gpu"], row["dataset"]), []).append(row)
+    panels = {name: rows for name, rows in panels.items() if {row["status"] for row in rows} != {"crash"}}
+    if not panels:
+        raise PrepareError(f"{RESULTS} holds no val_bpb yet: run `python train.py` first")
+    heights = [max(4.5, 1 + 0.19 * sum(row["status"] == "keep" for row in rows)) for rows in panels.values()]
+    figure = Figure((15, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(5, 3), height_ratios=heights)
+    for (ax, table), (name, rows) in zip(axes, panels.items(), strict=True):
+        draw(ax, table, ", ".join(name), rows)
+    with new_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+
+
+def draw(ax, table, name: str, rows: list[dict]) -> None:
+    """One panel. Its y axis ends a little above the first val_bpb: what is worse by far lies on the upper edge."""
+    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
+    kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
+    first, best = y[~crashed][0], y[~crashed].min()
+    margin = 0.1 * (first - best) or 0.01 * first
+    bottom, top = best - margin, first + margin
+    shown, beyond = np.where(crashed, bottom, np.minimum(y, top)), ~kept & (y > top)
+    marks = {
+        "kept": (kept, dict(color="tab:green", zorder=3)),
+        "discarded": (~kept & ~crashed & ~beyond, dict(color="darkgray", s=16)),
+        "off the scale": (beyond, dict(color="darkgray", marker="^", s=16)),
+        "crashed": (crashed, dict(color="tab:red", marker="x", s=16)),
+    }
+    for label, (chosen, style) in marks.items():
+        if chosen.any():
+            ax.scatter(x[chosen], shown[chosen], label=f"{chosen.sum()} {label}", clip_on=False, **style)
+    ax.step(x, np.minimum.accumulate(np.where(kept, y, np.inf)), where="post", color="tab:green", alpha=0.6)
+    room = 0.025 * len(rows)  # for a number
+    ax.set(xlim=(1 - room, len(rows) + room), ylim=(bottom, top), xlabel="experiment", ylabel="val_bpb")
+    ax.set_title(f"{name}: {first:.4f} to {best:.4f}", loc="left", parse_math=False)
+    ax.legend(loc="upper right", handletextpad=0)
+    ax.grid(alpha=0.25)
+
+    lines, before, numbered = [" kept  val_bpb     gain"], math.nan, (-math.inf, math.inf)
+    for i in np.flatnonzero(kept):
+        gain = "" if math.isnan(before) else f"{before - y[i]:.4f}"
+        lines.append(f"{x[i]:5}  {y[i]:7.4f}  {gain:>7}  {rows[i]['description'][:46]}")
+        if x[i] > numbered[0] + room or shown[i] < numbered[1] - 0.03 * (top - bottom):  # covers no other number
+            ax.annotate(x[i], (x[i], shown[i]), (-4, -3), textcoords="offset points", ha="right", va="top", size=8)
+            numbered = x[i], shown[i]
+        before = y[i]
+    text = "\n".join(lines)
+    table.text(0, 1, text, family="monospace", size=9, va="top", transform=table.transAxes, parse_math=False)
+    table.axis("off")
+
+
+# =====================================================================================================================
+# The making of data starts here. An experiment needs none of it.
+# =====================================================================================================================
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache
@@ -135,7 +503,7 @@ class Tokenizer:
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
     @classmethod
-    def from_directory(cls, directory: str | Path | None = None) -> "Tokenizer":
+    def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
         """None: the dataset prepared last."""
         path = (Path(directory) if directory else current_dataset()) / "tokenizer.txt"
         try:
@@ -620,367 +988,6 @@ def parallel_map(function: Callable, items: Iterable) -> Iterator:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-# --------------------------------------------------------------------------------------------------------------- loader
-
-
-class TokenStream:
-    """The token shards of a split as one sequence."""
-
-    def __init__(self, tokenizer: Tokenizer, split: str):
-        assert split in ("train", "val"), f"split is train or val, not {split}"
-        shards = open_shards(tokenizer.directory, split, tokenizer.fingerprint)
-        self.tokens = [shard.tokens for shard in shards]
-        self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def read(self, start: int, n: int) -> np.ndarray:
-        """(n,) uint16 from `start` on, across the borders of shards."""
-        i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # from its end
-        return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
-
-
-def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target.
-
-    The order of training depends on T alone, not on the machine nor on train.py's --seed: two runs differ by what was
-    changed in between, not by the text they happened to see. It is the same in each epoch: text comes again when, and
-    only when, all other text has come. NumPy has frozen the streams of RandomState, not those of default_rng.
-    """
-    random = np.random.RandomState(1)
-    offset = random.randint(min(T, total - T)) if shuffle else 0
-    count = (total - 1 - offset) // T
-    order = random.permutation(count) if shuffle else range(count)
-    for epoch in itertools.count(1):
-        for i in order:
-            yield offset + int(i) * T, epoch
-
-
-def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
-
-    Train windows come shuffled, those of val in order. A batch is valid until the next but one is asked for.
-    """
-    import torch
-
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    stream = TokenStream(tokenizer, split)
-    if len(stream) <= T:
-        raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
-    order = windows(len(stream), T, shuffle=split == "train")
-
-    def fill(batch) -> int:
-        """Writes the next batch to (2, B, T) int64, x and y; returns its epoch."""
-        for x, y in zip(*batch.numpy(), strict=True):
-            start, epoch = next(order)
-            tokens = stream.read(start, T + 1)
-            x[:], y[:] = tokens[:-1], tokens[1:]
-        return epoch
-
-    def plain() -> Iterator:
-        while True:
-            batch = torch.empty(2, B, T, dtype=torch.int64)
-            epoch = fill(batch)
-            yield *batch, epoch
-
-    return prefetched(fill, (2, B, T), device) if device.type == "cuda" else plain()
-
-
-def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
-    """A thread fills pinned buffers and copies them to the GPU on a stream of its own, a batch ahead.
-
-    Of three slots the caller may still read two while the third is filled. Events order the streams, so that the host
-    waits for none: a copy waits for the kernels that read the slot before, the caller's kernels wait for the copy.
-    """
-    import torch
-
-    class Slot:
-        def __init__(self):
-            self.host = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            self.batch = torch.empty(shape, dtype=torch.int64, device=device)
-            self.copied, self.released = torch.cuda.Event(), torch.cuda.Event()
-
-    free, ready, used = queue.SimpleQueue(), queue.SimpleQueue(), deque()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # whoever used the slots' memory before is done with it
-    for _ in range(3):
-        free.put(Slot())
-
-    def work() -> None:
-        try:
-            while slot := free.get():
-                slot.copied.synchronize()  # its pinned buffer has been read
-                epoch = fill(slot.host)
-                with torch.cuda.stream(stream):
-                    stream.wait_event(slot.released)
-                    slot.batch.copy_(slot.host, non_blocking=True)
-                    slot.copied.record(stream)
-                ready.put((slot, epoch, None))
-        except BaseException as error:  # or the caller would wait for ever
-            ready.put((None, 0, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        free.put(None)
-        thread.join()
-
-    atexit.register(stop)  # a thread that is inside of CUDA when the interpreter ends would abort the process
-    try:
-        while True:
-            slot, epoch, error = ready.get()
-            if error:
-                raise error
-            torch.cuda.current_stream(device).wait_event(slot.copied)
-            used.append(slot)
-            yield *slot.batch, epoch
-            if len(used) == 2:
-                slot = used.popleft()
-                slot.released.record(torch.cuda.current_stream(device))
-                free.put(slot)
-    finally:
-        atexit.unregister(stop)
-        if not sys.is_finalizing():  # or it has stopped already, and CUDA may be gone
-            stop()
-            stream.synchronize()  # no copy may land in memory that was given back
-
-
-# --------------------------------------------------------------------------------------------------------------- metric
-
-
-def evaluate_bpb(
-    model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, tokens: int = EVAL_TOKENS
-) -> float:
-    """Bits per byte of the first `tokens` validation targets: sum of nats over sum of raw bytes, BOS in neither.
-
-    Each target is scored exactly once whatever batch_size and seq_len are: targets that fill up the last batch are -1.
-    """
-    import torch
-
-    device = next(model.parameters()).device
-    stream = TokenStream(tokenizer, "val")
-    n = min(tokens, len(stream) - 1)
-    if n < tokens:
-        print(f"the validation split holds {n:,} targets, fewer than {tokens:,}: all are scored")
-    batches = -(-n // (batch_size * seq_len))
-    text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
-    x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
-    y = torch.full_like(x, -1)
-    x[:n], y[:n] = text[:-1], text[1:]
-    nbytes = torch.tensor([*tokenizer.token_bytes(), 0], device=device)[y]  # -1 finds the 0 at the end
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad():
-        for xb, yb, counts in zip(*(t.view(batches, batch_size, seq_len) for t in (x, y, nbytes > 0)), strict=True):
-            loss = model(xb, yb, reduction="none").view(-1)  # (B*T,)
-            nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
-    return (nats / (math.log(2) * nbytes.sum())).item()  # the host waits for the device here only
-
-
-# ---------------------------------------------------------------------------------------------------------------- clock
-
-
-class Clock:
-    """Wall time from the first training step to the end of the last, loading included. It drives every schedule."""
-
-    def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
-        if not seconds > 0 or (tokens is not None and tokens <= 0):
-            raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
-        self.seconds, self.limit, self.tokens = seconds, tokens, 0
-        self.started = self.stopped = None
-
-    def start(self) -> None:
-        self.started = time.perf_counter()
-
-    def advance(self, tokens: int) -> None:
-        """After each step."""
-        self.tokens += tokens
-
-    def elapsed(self) -> float:
-        return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
-
-    def progress(self) -> float:
-        """In [0, 1]: of the tokens where they are limited, else of the seconds."""
-        return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
-
-    def stop(self) -> float:
-        """Training seconds, for good."""
-        self.stopped = self.stopped or time.perf_counter()
-        return self.elapsed()
-
-    @property
-    def official(self) -> bool:
-        """Had the whole budget and kept to it: train.py logs such runs only."""
-        full = self.seconds == TIME_BUDGET and self.limit is None and self.stopped is not None
-        return full and self.elapsed() <= 1.01 * TIME_BUDGET
-
-
-# ------------------------------------------------------------------------------------------------------------------ log
-
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset"]
-
-
-def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
-    rows, data = [], b""
-    with suppress(OSError):
-        data = Path(path or RESULTS).read_bytes()
-    for line in data.decode(errors="replace").split("\n"):
-        fields = line.removesuffix("\r").split("\t")
-        with suppress(ValueError):
-            row = dict(zip(COLUMNS, fields, strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb")}
-            if row["status"] in ("keep", "discard", "crash") and math.isfinite(row["val_bpb"] + row["memory_gb"]):
-                rows.append(row)
-    return rows
-
-
-def log_result(
-    *,
-    val_bpb: float,
-    memory_gb: float,
-    gpu: str,
-    dataset: str,
-    crashed: bool = False,
-    commit: str | None = None,
-    description: str | None = None,
-    path: str | Path | None = None,
-) -> str:
-    """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
-    else `discard`; or `crash`. A row that the file refuses goes to stderr and to `results.tsv.rescued` beside it."""
-    path = Path(path or RESULTS)
-    rescued = path.with_name(path.name + ".rescued")
-    if commit is None or description is None:
-        head = git_head()
-        commit, description = commit or head[0], head[1] if description is None else description
-    commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
-
-    def row() -> tuple[str, str]:
-        if crashed or not math.isfinite(val_bpb):
-            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", description, gpu, dataset])
-        rows = [r for r in read_results(path) + read_results(rescued) if r["status"] != "crash"]
-        best = min((r["val_bpb"] for r in rows if (r["gpu"], r["dataset"]) == (gpu, dataset)), default=math.inf)
-        status = "keep" if round(val_bpb, 6) < best else "discard"
-        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset])
-
-    try:
-        return append_row(path, row)
-    except (OSError, ValueError) as error:
-        status, line = row()
-        print(f"{path} refuses this row ({error}); see also {rescued.name}\n{line}", file=sys.stderr, flush=True)
-        with suppress(OSError, ValueError):
-            append_row(rescued, row)
-        return status
-
-
-def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
-    """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
-    header = "\t".join(COLUMNS)
-    while True:
-        with open(path, "a+b", buffering=0) as file:
-            lock(file, patience=10)
-            file.seek(0)
-            text = file.read()
-            if text and text.split(b"\n")[0].removesuffix(b"\r") != header.encode():
-                raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
-            status, line = row()
-            before = "" if text.endswith(b"\n") else "\n" if text else f"{header}\n"
-            data = f"{before}{line}\n".encode()
-            if file.write(data) != len(data):
-                file.truncate(len(text))
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    return status
-        # the file was replaced (by git, say) while we held it: the row belongs into the new one
-
-
-def clean(field: str) -> str:
-    """One field of printable text. A double quote would open a quoted field for pandas."""
-    return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
-
-
-def git_head() -> tuple[str, str]:
-    """Short hash and subject of HEAD in the repository that holds this file."""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "log", "-1", "--format=%H%x09%s"]
-        out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
-        commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
-        return commit[:7], subject
-    return "0000000", ""
-
-
-def log_crash() -> None:
-    """A crash row for HEAD where its run left none: a SyntaxError in train.py, a kill, a clock that ran over."""
-    rows = read_results() + read_results(RESULTS.with_name(RESULTS.name + ".rescued"))
-    if git_head()[0][:7] not in {row["commit"] for row in rows}:
-        import torch
-
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
-
-
-def plot(path: Path) -> None:
-    """Draws results.tsv: a panel a gpu and dataset, with every experiment, and a table of the kept ones beside it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PrepareError("--plot needs matplotlib: pip install -e '.[plot]'") from None
-    panels: dict[tuple[str, str], list[dict]] = {}
-    for row in read_results():
-        panels.setdefault((row["gpu"], row["dataset"]), []).append(row)
-    panels = {name: rows for name, rows in panels.items() if {row["status"] for row in rows} != {"crash"}}
-    if not panels:
-        raise PrepareError(f"{RESULTS} holds no val_bpb yet: run `python train.py` first")
-    heights = [max(4.5, 1 + 0.19 * sum(row["status"] == "keep" for row in rows)) for rows in panels.values()]
-    figure = Figure((15, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(5, 3), height_ratios=heights)
-    for (ax, table), (name, rows) in zip(axes, panels.items(), strict=True):
-        draw(ax, table, ", ".join(name), rows)
-    with new_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-
-
-def draw(ax, table, name: str, rows: list[dict]) -> None:
-    """One panel. Its y axis ends a little above the first val_bpb: what is worse by far lies on the upper edge."""
-    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
-    first, best = y[~crashed][0], y[~crashed].min()
-    margin = 0.1 * (first - best) or 0.01 * first
-    bottom, top = best - margin, first + margin
-    shown, beyond = np.where(crashed, bottom, np.minimum(y, top)), ~kept & (y > top)
-    marks = {
-        "kept": (kept, dict(color="tab:green", zorder=3)),
-        "discarded": (~kept & ~crashed & ~beyond, dict(color="darkgray", s=16)),
-        "off the scale": (beyond, dict(color="darkgray", marker="^", s=16)),
-        "crashed": (crashed, dict(color="tab:red", marker="x", s=16)),
-    }
-    for label, (chosen, style) in marks.items():
-        if chosen.any():
-            ax.scatter(x[chosen], shown[chosen], label=f"{chosen.sum()} {label}", clip_on=False, **style)
-    ax.step(x, np.minimum.accumulate(np.where(kept, y, np.inf)), where="post", color="tab:green", alpha=0.6)
-    room = 0.025 * len(rows)  # for a number
-    ax.set(xlim=(1 - room, len(rows) + room), ylim=(bottom, top), xlabel="experiment", ylabel="val_bpb")
-    ax.set_title(f"{name}: {first:.4f} to {best:.4f}", loc="left", parse_math=False)
-    ax.legend(loc="upper right", handletextpad=0)
-    ax.grid(alpha=0.25)
-
-    lines, before, numbered = [" kept  val_bpb     gain"], math.nan, (-math.inf, math.inf)
-    for i in np.flatnonzero(kept):
-        gain = "" if math.isnan(before) else f"{before - y[i]:.4f}"
-        lines.append(f"{x[i]:5}  {y[i]:7.4f}  {gain:>7}  {rows[i]['description'][:46]}")
-        if x[i] > numbered[0] + room or shown[i] < numbered[1] - 0.03 * (top - bottom):  # covers no other number
-            ax.annotate(x[i], (x[i], shown[i]), (-4, -3), textcoords="offset points", ha="right", va="top", size=8)
-            numbered = x[i], shown[i]
-        before = y[i]
-    text = "\n".join(lines)
-    table.text(0, 1, text, family="monospace", size=9, va="top", transform=table.transAxes, parse_math=False)
-    table.axis("off")
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
