@@ -85,12 +85,17 @@ INPUTS = {
 }
 
 
+def assert_rounded(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, terms: int) -> None:
+    """Every element sums at most `terms` products, in fp32 and in whatever order the BLAS likes, and is rounded to
+    `dtype` at most twice: before and after the bias is added."""
+    assert result.shape == exact.shape
+    assert (result - exact).norm() <= (2 * UNIT[dtype] + terms * UNIT[torch.float32]) * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_output_and_gradients_are_those_of_f_linear_on_the_dequantized_weight(kind, bias, dtype, device):
-    """Compared with float64. Every element sums at most K products, in fp32 and in whatever order the BLAS likes, and
-    is rounded to `dtype` at most twice: before and after the bias is added."""
     layer = make_layer(device, bias=bias, trainable=True)
     x = INPUTS[kind](device).to(dtype).requires_grad_()
     inputs = [x, layer.weight, layer.bias] if bias else [x, layer.weight]
@@ -104,8 +109,25 @@ def test_output_and_gradients_are_those_of_f_linear_on_the_dequantized_weight(ki
     exact_y = F.linear(*exact_inputs)
     exact_results = [exact_y, *torch.autograd.grad(exact_y, exact_inputs, dy.double())]
     for result, exact in zip(results, exact_results, strict=True):
-        assert result.shape == exact.shape
-        assert (result - exact).norm() <= (2 * UNIT[dtype] + K * UNIT[torch.float32]) * exact.norm()
+        assert_rounded(result, exact, dtype, K)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("quant_type, block_size", [("nf4", 32), ("fp4", 64), ("nf4", 1024)])
+@pytest.mark.parametrize("rows", [1, kernels.FEW_ROWS, kernels.FEW_ROWS + 1])
+def test_any_format_and_number_of_rows(rows, quant_type, block_size, dtype, device):
+    k = 3 * block_size
+    layer = make_layer(device, k, bias=True, quant_type=quant_type, block_size=block_size)
+    x = torch.randn(rows, 1, k, device=device).to(dtype).requires_grad_()
+    w, b = (t.detach().to(dtype).double() for t in (dequantized(layer, dtype), layer.bias))
+    exact = F.linear(x.double(), w, b)
+    y = layer(x)
+    assert_rounded(y, exact, dtype, k)
+    with torch.no_grad():
+        assert_rounded(layer(x), exact, dtype, k)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert_rounded(dx, dy.double() @ w, dtype, N)
 
 
 def test_autocast_casts_x_and_leaves_absmax_in_fp32(device):
