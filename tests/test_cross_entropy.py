@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from kernels import FusedCrossEntropyLoss, fused_cross_entropy, fused_linear_cross_entropy
+from kernels import fused_cross_entropy, fused_linear_cross_entropy
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 ROW_KERNELS = [kernels._rows_torch, kernels._rows_triton]
@@ -63,12 +63,14 @@ def error(value: Tensor, reference: Tensor) -> float:
 
 
 def run_rows(rows, logits, targets, row_scale, softcap=None, ignore_index=-1, grad=True):
-    """Losses and gradients of a copy of `logits`, whose rows lie in a wider buffer."""
+    """Losses and gradients of a copy of `logits`, whose rows lie in a wider buffer, which stays as it is."""
     n, v = logits.shape
-    buffer = logits.new_full((n, v + 16), float("nan"))[:, :v].copy_(logits)
+    wide = logits.new_full((n, v + 16), 2.0)
+    wide[:, :v] = logits
     losses = torch.full((n,), float("nan"), device=logits.device)
-    rows(buffer, targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
-    return losses, buffer
+    rows(wide[:, :v], targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
+    assert (wide[:, v:] == 2.0).all()
+    return losses, wide[:, :v]
 
 
 def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1):
@@ -141,12 +143,17 @@ def test_a_target_out_of_range_is_never_silent(ignore_index, device):
 
 def test_scaling_multiplies_in_fp32(device):
     x = torch.randn(73, 137, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    factor = torch.tensor(1 / 3, device=device)
-    scaled = x.clone()
-    kernels._scale_kernel[(3,)](scaled, factor, x.numel(), BLOCK=2048)
-    assert torch.equal(scaled, (x.float() * factor).half())
-    with torch.no_grad():
-        assert torch.equal(kernels._scaled(x, factor), scaled)
+    per_row = torch.linspace(-1, 1, 73, device=device)
+    for value in (1 / 3, 1.0, -3e4):  # -3e4 overflows fp16 in places
+        factor = torch.tensor(value, device=device)
+        expected = (x.float() * factor).half()
+        wide = torch.nn.functional.pad(x.flatten(), (0, 99))
+        kernels._scale_kernel[(5,)](wide, factor, x.numel(), BLOCK=2048)
+        assert torch.equal(wide[:-99].view_as(x), expected) and not wide[-99:].any()
+        with torch.no_grad():
+            assert torch.equal(kernels._scaled(x.clone(), factor), expected)
+            assert torch.equal(kernels._scaled(x.T.clone().T, factor), expected)
+            assert torch.equal(kernels._scaled(x.clone(), per_row), (x.float() * per_row[:, None]).half())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -408,9 +415,9 @@ def test_the_backward_can_be_traced_by_aotautograd():
 def test_custom_ops_pass_opcheck(device):
     x, weight, targets = example(20, 16, 30, torch.float32, device)
     one = torch.ones((), device=device)
-    for reduce, needs in [(True, (True, True)), (True, (True, False)), (False, (False, False))]:
-        tensors = [t if need or not reduce else t.detach() for t, need in zip((x, weight), needs, strict=True)]
-        torch.library.opcheck(kernels._linear_cross_entropy, (*tensors, targets, one, 15.0, -1, reduce, *needs))
+    for reduce, *needs in [(True, True, True), (True, True, False), (False, False, True), (False, False, False)]:
+        arguments = (x.detach(), weight.detach(), targets, one, 15.0, -1, reduce, *needs)
+        torch.library.opcheck(kernels._linear_cross_entropy, arguments)
     logits = torch.randn(20, 30, device=device)
     torch.library.opcheck(kernels._cross_entropy, (logits, targets, 15.0, -1))
     torch.library.opcheck(kernels._cross_entropy_, (logits, targets, one, 15.0, -1))
@@ -430,7 +437,7 @@ def test_logits_match_float64(dtype, ignore_index, reduction, device):
     exact = logits.detach().double().requires_grad_()
     scale = torch.linspace(1, 2, 77, device=device) if reduction == "none" else 1
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    loss = FusedCrossEntropyLoss(**options)(logits.clone(), targets)
+    loss = fused_cross_entropy(logits.clone(), targets, **options)
     expected = F.cross_entropy(exact, targets, **options)
     (loss * scale).sum().backward()
     (expected * scale).sum().backward()

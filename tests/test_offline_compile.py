@@ -27,7 +27,7 @@ VARIANTS = [
     for grad in (True, False)
     if grad or v == 8192
 ] + [
-    ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 2048}, 4),
+    ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 8192}, 8),
     ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
 ]
 
@@ -63,8 +63,8 @@ def compile_variant(name: str, types: list[str], constants: dict, warps: int, ca
 def main() -> None:
     for name, types, constants, warps in VARIANTS:
         for capability in CAPABILITIES:
-            dtype, own = ("bf16", "hardware") if capability >= 80 else ("fp16", "fast")
-            own = {"TANH": own} if name == "_cross_entropy_kernel" else {}
+            dtype = "bf16" if capability >= 80 else "fp16"
+            own = {"TANH_UNIT": dtype == "bf16"} if name == "_cross_entropy_kernel" else {}
             row = compile_variant(name, types, constants | own, warps, capability, dtype)
             print(json.dumps({"kernel": name, **constants, **own, "sm": capability, "dtype": dtype, **row}), flush=True)
 
