@@ -168,11 +168,10 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 def _split_scale(row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`row_scale` as early * late: the row kernel multiplies by early before it rounds to `dtype`, `_scaled` by late,
     which is 1 unless dtype is fp16, whose range is too small for a mean's 1/n."""
-    one = row_scale.new_ones(())
     if dtype != torch.float16 or row_scale.numel() == 0:
-        return row_scale, one
-    late = row_scale.abs().amax()
-    late = torch.where((late > 0) & late.isfinite(), late, one)  # 1/n is inf if no target counts; gradients are 0 then
+        return row_scale, row_scale.new_ones(())
+    largest = row_scale.abs().amax().nan_to_num(1.0, 1.0)  # 1/n is inf if no target counts; gradients are 0 then
+    late = largest.clamp(torch.finfo(torch.float32).tiny)
     return row_scale / late, late
 
 
@@ -198,20 +197,20 @@ def _addmm_(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> 
 @torch.library.custom_op("autoresearch::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, softcap: float, ignore_index: int,
-    reduce: bool, need_dx: bool, need_dw: bool,
+    need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """losses (N,), or with `reduce` the sum of row_scale * losses, where row_scale is () or (N,), and the gradients of
-    that sum, without `_split_scale`'s late factor: dx (N, D) in x's dtype, dw (V, D) in fp32, empty if not needed."""
+    """Losses (N,) and the gradients of sum(row_scale * losses), where row_scale is () or (N,): dx (N, D) in x's dtype
+    and dw (V, D) in fp32, each empty if not needed."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses = x.new_empty(n, dtype=torch.float32)
     dx = x.new_empty(x.shape if need_dx else 0)
     dw = x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits, as |g| <= 1
-    scale = (_split_scale(row_scale, x.dtype)[0] * boost).expand(n)
+    scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
-    for i in range(0, max(n, 1), rows):
+    for i in range(0, n, rows):
         part = slice(i, i + rows)
         z = buffer[: n - i]
         torch.mm(x[part], w.T, out=z)  # (R, V)
@@ -220,37 +219,37 @@ def _linear_cross_entropy(
             _addmm_(dx[part], z, w, beta=0.0, alpha=1 / boost)
         if need_dw:
             _addmm_(dw, z.T, x[part], beta=float(i > 0), alpha=1 / boost)
-    return losses.sum() * row_scale if reduce else losses, dx, dw
+    return losses, dx, dw if n else dw.zero_()
 
 
 @_linear_cross_entropy.register_fake
-def _(x, weight, targets, row_scale, softcap, ignore_index, reduce, need_dx, need_dw):
-    loss = x.new_empty(() if reduce else len(x), dtype=torch.float32)
+def _(x, weight, targets, row_scale, softcap, ignore_index, need_dx, need_dw):
     dw = x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
-    return loss, x.new_empty(x.shape if need_dx else 0), dw
+    return x.new_empty(len(x), dtype=torch.float32), x.new_empty(x.shape if need_dx else 0), dw
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
+        early, late = _split_scale(row_scale, x.dtype)
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
-        loss, dx, dw = _linear_cross_entropy(x, weight, targets, row_scale, softcap, ignore_index, reduce, *needs)
+        losses, dx, dw = _linear_cross_entropy(x, weight, targets, early, softcap, ignore_index, *needs)
         ctx.options, ctx.reduce, ctx.weight_dtype = (softcap, ignore_index), reduce, weight.dtype
-        ctx.save_for_backward(*((dx, dw, row_scale) if reduce else (x, weight, targets)))
-        return loss
+        ctx.save_for_backward(*((dx, dw, late) if reduce else (x, weight, targets)))
+        return losses.sum() * row_scale if reduce else losses
 
     @staticmethod
     def backward(ctx, grad_loss):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         if ctx.reduce:
-            dx, dw, row_scale = ctx.saved_tensors
-            factor = grad_loss * _split_scale(row_scale, dx.dtype)[1]
+            dx, dw, late = ctx.saved_tensors
+            late = grad_loss * late
         else:  # each row's weight in dW is known only now: compute everything again
             x, *rest = ctx.saved_tensors
-            _, dx, dw = _linear_cross_entropy(x, *rest, grad_loss, *ctx.options, False, need_dx, need_dw)
-            factor = _split_scale(grad_loss, x.dtype)[1]
-        dx = _scaled(dx, factor) if need_dx else None
-        dw = _scaled(dw, factor).to(ctx.weight_dtype) if need_dw else None
+            early, late = _split_scale(grad_loss, x.dtype)
+            _, dx, dw = _linear_cross_entropy(x, *rest, early, *ctx.options, need_dx, need_dw)
+        dx = _scaled(dx, late) if need_dx else None
+        dw = _scaled(dw, late).to(ctx.weight_dtype) if need_dw else None
         return dx, dw, None, None, None, None, None
 
 
@@ -313,10 +312,11 @@ def fused_linear_cross_entropy(
     targets is NaN. Differentiating 'none' costs a fourth GEMM."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    x, targets, row_scale, softcap, ignore_index, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
+    x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x, weight, targets, row_scale, softcap, ignore_index, reduce)
-    return _linear_cross_entropy(x, weight, targets, row_scale, softcap, ignore_index, reduce, False, False)[0]
+        return _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, reduce)
+    losses = _linear_cross_entropy(x, weight, targets, row_scale, *options, False, False)[0]
+    return losses.sum() * row_scale if reduce else losses
 
 
 def fused_cross_entropy(

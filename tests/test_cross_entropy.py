@@ -415,9 +415,10 @@ def test_the_backward_can_be_traced_by_aotautograd():
 def test_custom_ops_pass_opcheck(device):
     x, weight, targets = example(20, 16, 30, torch.float32, device)
     one = torch.ones((), device=device)
-    for reduce, *needs in [(True, True, True), (True, True, False), (False, False, True), (False, False, False)]:
-        arguments = (x.detach(), weight.detach(), targets, one, 15.0, -1, reduce, *needs)
-        torch.library.opcheck(kernels._linear_cross_entropy, arguments)
+    for needs in [(True, True), (True, False), (False, True), (False, False)]:
+        torch.library.opcheck(
+            kernels._linear_cross_entropy, (x.detach(), weight.detach(), targets, one, 15.0, -1, *needs)
+        )
     logits = torch.randn(20, 30, device=device)
     torch.library.opcheck(kernels._cross_entropy, (logits, targets, 15.0, -1))
     torch.library.opcheck(kernels._cross_entropy_, (logits, targets, one, 15.0, -1))
