@@ -9,11 +9,11 @@ Fused linear cross-entropy: the loss of z = x W^T for targets y, without (N, V) 
     z <- g (1 - (s / c)^2)               the gradient with respect to z, in place
     dx = z W,  dW += z^T x               cuBLAS, dW in fp32
 
-One Triton launch takes z from the first line to the fifth, a row in registers. A softcap bounds s: exp(s) cannot
-overflow, and the pass for the row's maximum is not needed. The gradients are ready when the forward ends; the backward
-multiplies them by the incoming scalar. The GEMMs run in x's dtype, everything else in fp32. fp16 cannot hold g / n:
-there z holds 2^15 g, and 1/n is part of the final multiplication, in fp32. Left out: recomputing the logits in a
-kernel, as tl.dot on sm_75 compiles to scalar FMA.
+The four lines in the middle are one Triton launch that keeps each row in registers. With a softcap |s| < c, so exp(s)
+cannot overflow, and no pass for the row's maximum is needed. The gradients are ready when the forward ends; the
+backward multiplies them by the incoming scalar. The GEMMs run in x's dtype, everything else in fp32. fp16 cannot hold
+g / n: there z holds 2^15 g, and 1/n is part of the final multiplication, in fp32. Left out: recomputing the logits in
+a kernel, as tl.dot on sm_75 compiles to scalar FMA.
 
 Each operator is one opaque node for torch.compile(fullgraph=True). On CPU the cross-entropy is plain PyTorch.
 """
@@ -334,8 +334,8 @@ def fused_cross_entropy(
 
 
 # ---- 4-bit linear ----------------------------------------------------------------------------------------------------
-# Storage as in bitsandbytes: `block_size` weights of a row share absmax = max |w| in fp32, a weight is the index of the
-# code nearest to w / absmax, and a byte holds two of them, the first in its high half:
+# Storage as in bitsandbytes: each `block_size` weights of a row share absmax = max |w| in fp32, each weight becomes the
+# index of the code nearest to w / absmax, and each byte holds two indices, the first in its high half:
 #
 #     w[2i], w[2i+1]  ~  absmax[2i // block_size] * (code[packed[i] >> 4], code[packed[i] & 15])
 #

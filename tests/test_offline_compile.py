@@ -1,4 +1,5 @@
-"""Every Triton kernel of kernels.py compiles for GPUs that are not here: ptxas takes it, nothing spills, no tl.dot.
+"""Every Triton kernel of kernels.py compiles for GPUs that this machine lacks: ptxas accepts it, without spills, and no
+tensor cores are needed.
 
 `python tests/test_offline_compile.py` prints registers, spilled bytes and MUFU instructions of each variant.
 """
@@ -33,7 +34,7 @@ VARIANTS = [
 
 
 def compile_variant(name: str, types: list[str], constants: dict, warps: int, capability: int, dtype: str) -> dict:
-    """What the assembler says of one variant. Needs TRITON_INTERPRET unset: an interpreted function has no IR."""
+    """What the assembler reports about one variant. TRITON_INTERPRET must be unset: else there is no IR."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -92,7 +93,7 @@ def test_no_kernel_needs_tensor_cores(rows):
 
 
 def test_an_element_costs_two_transcendentals_with_softcap_and_one_without(rows):
-    """What bounds the row kernel besides memory, 8192 columns on 256 threads; the row's own scalars take a few more."""
+    """What limits the row kernel besides memory: 8192 columns on 256 threads. The scalars of each row add a few."""
     per_element = {
         row["SOFTCAP"]: row["mufu"] * 256 / 8192
         for row in rows
