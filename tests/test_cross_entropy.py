@@ -114,19 +114,22 @@ def test_huge_logits_neither_overflow_nor_vanish(rows, device):
 @pytest.mark.parametrize("v", [50, 20001])  # 20001 columns are three blocks, the last one partial
 def test_infinite_logits_behave_as_in_eager(rows, v, device):
     inf = float("inf")
-    logits = torch.randn(6, v, generator=torch.Generator().manual_seed(0)).to(device)
+    logits = torch.randn(8, v, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0, 0] = -inf  # one class excluded
     logits[1, : v - 3] = -inf  # all of the first block
     logits[2, 7] = -inf  # the target itself: an infinite loss
     logits[3, 5] = inf  # NaN
     logits[4] = -inf  # NaN
     logits[5, 5] = inf  # ignored, so no loss; its gradient is NaN in eager, too
-    targets = torch.tensor([1, v - 2, 7, 3, 0, -1], device=device)
-    row_scale = torch.ones(6, device=device)
+    logits[6, v // 2 :] = -inf  # all of the last block
+    logits[7, v // 2 :] -= 1000  # far below the maximum
+    targets = torch.tensor([1, v - 2, 7, 3, 0, -1, 4, 5], device=device)
+    row_scale = torch.ones(8, device=device)
     losses, grad = run_rows(rows, logits, targets, row_scale)
     expected, expected_grad = rows_by_autograd(logits, targets, row_scale)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(grad.double()[:5], expected_grad[:5], rtol=1e-5, atol=1e-6, equal_nan=True)
+    both = [0, 1, 2, 3, 4, 6, 7]
+    torch.testing.assert_close(grad.double()[both], expected_grad[both], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("ignore_index", [-1, -100, 42])

@@ -408,12 +408,12 @@ def test_requantize_takes_less_than_one_more_parameter_and_never_syncs(device):
 @pytest.mark.gpu
 def test_peak_of_a_forward_is_one_dequantized_weight(device):
     stack = nn.Sequential(*[make_layer(device, 2048, 2048) for _ in range(4)])
-    x = torch.randn(16, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(32, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)  # more than FEW_ROWS
     stack(x)
     torch.cuda.reset_peak_memory_stats()
     live = torch.cuda.memory_allocated()
     y = stack(x)
     weight = 2048 * 2048 * 2
-    assert torch.cuda.memory_allocated() - live < 0.1 * weight  # y and three hidden activations of 64 KiB
+    assert torch.cuda.memory_allocated() - live < 0.1 * weight  # y and three hidden activations of 128 KiB
     assert torch.cuda.max_memory_allocated() - live < 1.2 * weight
     y.sum().backward()
