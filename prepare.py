@@ -69,8 +69,8 @@ TINYSTORIES_CUTS = (10_000, 20_000, 250_000)  # first story of validation, of tr
 RESULTS = Path(__file__).resolve().parent / "results.tsv"
 
 
-class PrepareError(SystemExit):
-    """An error for people: one line that names the remedy. Uncaught, it ends the process with that line alone."""
+class PrepareError(Exception):
+    """An error for people: one line that names the remedy."""
 
 
 # --------------------------------------------------------------------------------------------------------------- metric
@@ -575,68 +575,58 @@ def get_token_bytes(device="cpu"):
 
 
 # --------------------------------------------------------------------------------------------------------- token shards
-# Header, tokens (uint16), index (uint64: where each document begins), all little-endian. The header ends with a SHA-256
-# of its other fields and the index, which is checked at every open; --verify checks the one of the tokens.
+# A header of 128 bytes, then the tokens (uint16), all little-endian. Whatever follows them is ignored: files made by
+# earlier versions of this program end with an index of their documents. --verify checks the tokens' SHA-256.
 
-# magic, version, bytes a token, tokens, documents, fingerprint of the tokenizer, SHA-256 of the tokens
-HEADER = struct.Struct("<8sIIQQ32s32s")
-BODY = HEADER.size + 32
+# magic, version, number of tokens, fingerprint of the tokenizer, SHA-256 of the tokens; x: unused bytes
+HEADER = struct.Struct("<8sI4xQ8x32s32s32x")
 MAGIC, VERSION = b"tokshard", 1
 
 
 @dataclass(frozen=True)
 class TokenShard:
     tokens: np.ndarray  # (tokens,) uint16, memory-mapped
-    documents: np.ndarray  # (documents,) uint64: where each begins, with BOS
     checksum: bytes  # of the tokens
 
 
-def write_shard(path: Path, encoded: Iterable[tuple[np.ndarray, list[int]]], fingerprint: bytes, limit: float) -> int:
-    """From pairs (tokens, length of each document); stops once there are `limit` tokens. Returns their number."""
-    checksum, n, starts = hashlib.sha256(), 0, []
+def write_shard(path: Path, encoded: Iterable[np.ndarray], fingerprint: bytes, limit: float) -> int:
+    """Writes arrays of tokens one after another until there are at least `limit`. Returns the number of tokens."""
+    checksum, n = hashlib.sha256(), 0
     with new_file(path) as file:
-        file.seek(BODY)
-        for tokens, lengths in encoded:
+        file.seek(HEADER.size)
+        for tokens in encoded:
             data = tokens.astype("<u2").tobytes()
             file.write(data)
             checksum.update(data)
-            starts.append(n + np.cumsum([0, *lengths[:-1]]))
             n += len(tokens)
             if n >= limit:
                 break
         if n == 0:
             raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
-        index = np.concatenate(starts).astype("<u8")
-        file.write(index.tobytes())
-        header = HEADER.pack(MAGIC, VERSION, 2, n, len(index), fingerprint, checksum.digest())
         file.seek(0)
-        file.write(header + hashlib.sha256(header + index.tobytes()).digest())
+        file.write(HEADER.pack(MAGIC, VERSION, n, fingerprint, checksum.digest()))
     return n
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> TokenShard:
     try:
         with open(path, "rb") as file:
-            size, header, seal = os.fstat(file.fileno()).st_size, file.read(HEADER.size), file.read(32)
-            if len(seal) < 32 or not header.startswith(MAGIC):
+            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise ValueError("not a token shard")
-            _, version, width, n, documents, tokenizer, checksum = HEADER.unpack(header)
-            if (version, width) != (VERSION, 2):
-                raise ValueError(f"version {version} with {width} bytes a token is unknown here")
-            if n == 0 or size != BODY + 2 * n + 8 * documents:  # nothing is allocated for what a header merely claims
-                raise ValueError(f"{size} bytes do not hold {n} tokens and {documents} documents")
-            file.seek(BODY + 2 * n)
-            index = file.read(8 * documents)
-            if hashlib.sha256(header + index).digest() != seal:
-                raise ValueError("damaged header or index")
+            _, version, n, tokenizer, checksum = HEADER.unpack(header)
+            if version != VERSION:
+                raise ValueError(f"version {version} is unknown here")
+            if not 0 < n <= (size - HEADER.size) // 2:  # the header's word is not taken for it
+                raise ValueError(f"{size} bytes do not hold {n} tokens")
             if tokenizer != fingerprint:
                 raise ValueError("made by another tokenizer")
-            tokens = np.memmap(file, "<u2", "r", BODY, (n,))
+            tokens = np.memmap(file, "<u2", "r", HEADER.size, (n,))
             if verify and hashlib.sha256(tokens).digest() != checksum:
                 raise ValueError("damaged tokens")
     except (OSError, ValueError) as error:
         raise PrepareError(f"{path}: {error}; delete it and run prepare.py again") from None
-    return TokenShard(tokens, np.frombuffer(index, "<u8"), checksum)
+    return TokenShard(tokens, checksum)
 
 
 def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = False) -> list[TokenShard]:
@@ -963,14 +953,14 @@ def tokenize(part: Part, path: Path, tokenizer: Tokenizer, limit: float) -> None
         if batch:
             yield batch
 
-    def encode(batch: list[str]) -> tuple[np.ndarray, list[int]]:
+    def encode(batch: list[str]) -> np.ndarray:
         encoded = []
         for text in batch:
             pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # the regex overflows on 10^6 spaces
             ids = [tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-            encoded.append(np.concatenate([bos, *ids]))
+            encoded += [bos, *ids]
         bar.update(sum(len(text.encode()) for text in batch))
-        return np.concatenate(encoded), [len(ids) for ids in encoded]
+        return np.concatenate(encoded)
 
     start = time.perf_counter()
     with bar:
@@ -1004,6 +994,17 @@ def main() -> None:
         "--log-crash", action="store_true", help="log HEAD's run as a crash if it left no row, and stop"
     )
     args = parser.parse_args()
+    try:
+        work(args)
+    except PrepareError as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{one_line(error)}: free some space there, or give another folder with --cache")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: run again to go on")
+
+
+def work(args: argparse.Namespace) -> None:
     if args.cache:
         if Path(args.cache).resolve() != cache_dir().resolve():
             print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
@@ -1012,12 +1013,7 @@ def main() -> None:
         return plot(RESULTS.with_name("progress.png"))
     if args.log_crash:
         return log_crash()
-    try:
-        directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-    except OSError as error:
-        raise PrepareError(f"{one_line(error)}: free some space there, or give another folder with --cache") from None
-    except KeyboardInterrupt:
-        raise PrepareError("interrupted: run again to go on") from None
+    directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
     fingerprint = Tokenizer.from_directory(directory).fingerprint
     train, val = (
         sum(len(shard.tokens) for shard in open_shards(directory, split, fingerprint, args.verify)) / 1e6

@@ -1,10 +1,12 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
 import ast
+import hashlib
 import itertools
 import os
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -31,10 +33,10 @@ CLIMBMIX = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
 def fails(capsys, monkeypatch, *args: str) -> str:
     """Runs the command line; returns its last words, which must be one line."""
     monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
-    with pytest.raises(PrepareError) as error:
+    with pytest.raises(SystemExit) as exit:
         prepare.main()
-    assert "\n" not in str(error.value) and len(str(error.value)) > 20
-    return str(error.value)
+    assert isinstance(exit.value.code, str) and "\n" not in exit.value.code and len(exit.value.code) > 20
+    return exit.value.code
 
 
 # Bad input
@@ -77,6 +79,13 @@ def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
     run = run_prepare("--data", tmp_path, cache=tmp_path / "cache")
     assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run
     assert not (tmp_path / "cache").exists()
+
+
+def test_who_imports_prepare_can_catch_its_errors(tmp_path):
+    try:
+        prepare.prepare(str(tmp_path))
+    except Exception as error:
+        assert "give --data another folder" in str(error)
 
 
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
@@ -380,33 +389,42 @@ def shard(tokenizer, tmp_path) -> Path:
     return Path(shutil.copy(tokenizer.directory / "val_00000.bin", tmp_path))
 
 
-def test_any_flipped_bit_is_found_at_once_or_by_verify(shard, tokenizer):
-    good = shard.read_bytes()
-    n = len(prepare.open_shard(shard, tokenizer.fingerprint).tokens)
-    end_of_body = prepare.BODY + 2 * n
-    random = np.random.RandomState(0)
-    header_and_index = [*range(prepare.BODY), *range(end_of_body, len(good))]
-    for position in [*random.choice(header_and_index, 200), 0, prepare.BODY - 1, end_of_body, len(good) - 1]:
+def test_any_flipped_bit_that_matters_is_found_at_once_or_by_verify(shard, tokenizer):
+    good, random = shard.read_bytes(), np.random.RandomState(0)
+    tokens = prepare.open_shard(shard, tokenizer.fingerprint).tokens.copy()
+    end = prepare.HEADER.size + 2 * len(tokens)
+    for position in [*range(prepare.HEADER.size), *random.randint(prepare.HEADER.size, end, 50), end - 1]:
         damaged = bytearray(good)
         damaged[position] ^= 1 << random.randint(8)
         shard.write_bytes(damaged)
-        with pytest.raises(PrepareError, match="delete it and run"):
-            prepare.open_shard(shard, tokenizer.fingerprint)
-    for position in [*random.randint(prepare.BODY, end_of_body, 50), prepare.BODY, end_of_body - 1]:
-        damaged = bytearray(good)
-        damaged[position] ^= 1 << random.randint(8)
-        shard.write_bytes(damaged)
-        prepare.open_shard(shard, tokenizer.fingerprint)
-        with pytest.raises(PrepareError, match="damaged tokens"):
-            prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+        try:
+            found = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+        except PrepareError as error:
+            assert "delete it and run" in str(error)
+        else:
+            fields, expected = (prepare.HEADER.unpack(data[: prepare.HEADER.size]) for data in (damaged, good))
+            assert position < prepare.HEADER.size and fields == expected  # an unused byte
+            assert np.array_equal(found.tokens, tokens)
 
 
-def test_any_truncation_or_extension_is_found(shard, tokenizer):
+def test_any_truncation_is_found(shard, tokenizer):
     good = shard.read_bytes()
-    for content in [good[:n] for n in (0, 1, 100, prepare.BODY, len(good) // 2, len(good) - 1)] + [good + b"\0"]:
-        shard.write_bytes(content)
+    for n in (0, 1, 100, prepare.HEADER.size, prepare.HEADER.size + 2, len(good) // 2, len(good) - 2, len(good) - 1):
+        shard.write_bytes(good[:n])
         with pytest.raises(PrepareError):
             prepare.open_shard(shard, tokenizer.fingerprint)
+
+
+def test_a_shard_of_the_earlier_format_with_an_index_and_a_seal_is_read(shard, tokenizer):
+    """128 bytes of header: 4 and 8 more of its bytes and the last 32 were in use; an index came after the tokens."""
+    now = prepare.open_shard(shard, tokenizer.fingerprint)
+    index = np.flatnonzero(now.tokens == tokenizer.get_bos_token_id()).astype("<u8")
+    fields = b"tokshard", 1, 2, len(now.tokens), len(index), tokenizer.fingerprint, now.checksum
+    header = struct.pack("<8sIIQQ32s32s", *fields)
+    seal = hashlib.sha256(header + index.tobytes()).digest()
+    shard.write_bytes(header + seal + now.tokens.tobytes() + index.tobytes())
+    before = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+    assert np.array_equal(before.tokens, now.tokens) and before.checksum == now.checksum
 
 
 def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):
@@ -420,11 +438,11 @@ def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):
     assert run.returncode == 1 and "train_00001.bin: damaged tokens; delete it" in run.stderr, run
 
 
-@pytest.mark.parametrize(("tokens", "documents"), [(2**62, 0), (0, 2**60), (2**63, 2**63), (2**64 - 1, 2**64 - 1)])
-def test_absurd_sizes_in_a_header_allocate_nothing(shard, tokenizer, tokens, documents):
+@pytest.mark.parametrize("tokens", [0, 2**31, 2**62, 2**63, 2**64 - 1])
+def test_absurd_sizes_in_a_header_allocate_nothing(shard, tokenizer, tokens):
     content = shard.read_bytes()
     fields = list(prepare.HEADER.unpack(content[: prepare.HEADER.size]))
-    fields[3:5] = tokens, documents
+    fields[2] = tokens
     shard.write_bytes(prepare.HEADER.pack(*fields) + content[prepare.HEADER.size :])
     tracemalloc.start()
     with pytest.raises(PrepareError, match="do not hold"):
@@ -505,7 +523,8 @@ def fuzz_shard(folder: Path, data) -> None:
         shard = prepare.open_shard(path, fingerprint, verify=True)
     except PrepareError:
         return
-    assert path.read_bytes() == (folder / "a.bin").read_bytes() and len(shard.tokens)
+    good = prepare.open_shard(folder / "a.bin", fingerprint)
+    assert np.array_equal(shard.tokens, good.tokens) and shard.checksum == good.checksum
 
 
 def fuzz_tokenizer(folder: Path, data) -> None:
