@@ -1,16 +1,15 @@
 """
-Everything that must not move between experiments: data, tokenizer, token shards, loader, metric, clock and log.
+What an experiment cannot move: metric, clock, loader, log, the run around the experiment; and the making of its data.
 train.py imports from here; nobody edits this file during research. It grew out of karpathy/autoresearch's prepare.py.
 
     python prepare.py                      # climbmix, as many shards as five minutes consume on this GPU
     python prepare.py --data tinystories   # short stories, kinder to small models
     python prepare.py --data DIR           # a folder of .parquet (column `text`) or of .txt
-    python prepare.py --plot               # draws progress.png from results.tsv
 
-The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds a folder a dataset and `current`, the
-name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`, and,
-written last, `train_shards`, their number. Files are made under a temporary name and then renamed: an interrupted run
-leaves whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
+The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds one folder per dataset and `current`,
+the name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`,
+and, written last, `train_shards`, their number. Files are made under a temporary name and then renamed: an interrupted
+run leaves whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -18,20 +17,26 @@ from __future__ import annotations
 import argparse
 import atexit
 import base64
+import dataclasses
 import errno
+import faulthandler
 import fcntl
+import gc
 import hashlib
 import itertools
+import json
 import math
 import os
 import queue
 import re
+import signal
 import struct
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,20 +81,19 @@ class PrepareError(Exception):
 # --------------------------------------------------------------------------------------------------------------- metric
 
 
-def evaluate_bpb(
-    model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, tokens: int = EVAL_TOKENS
-) -> float:
-    """Bits per byte of the first `tokens` validation targets: sum of nats over sum of raw bytes, BOS in neither.
+def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
+    """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats over sum of raw bytes, BOS in neither.
 
     Each target is scored exactly once whatever batch_size and seq_len are: targets that fill up the last batch are -1.
+    Calls model(x, y, reduction="none"), x and y int64 (batch_size, seq_len), for (batch_size * seq_len,) nats.
     """
     import torch
 
     device = next(model.parameters()).device
-    stream = TokenStream(tokenizer, "val")
-    n = min(tokens, len(stream) - 1)
-    if n < tokens:
-        print(f"the validation split holds {n:,} targets, fewer than {tokens:,}: all are scored")
+    stream = TokenStream(tokenizer, split)
+    n = min(EVAL_TOKENS, len(stream) - 1)
+    if n < EVAL_TOKENS:
+        print(f"the {split} split holds {n:,} targets, fewer than {EVAL_TOKENS:,}: all are scored")
     batches = -(-n // (batch_size * seq_len))
     text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
     x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
@@ -108,38 +112,120 @@ def evaluate_bpb(
 
 
 class Clock:
-    """Wall time from the first training step to the end of the last, loading included. It drives every schedule."""
+    """Wall time from the first training step to the end of the last, loading included. It drives every schedule.
+
+        clock.start()
+        while clock.running():
+            ...  # one optimizer step
+            clock.advance(tokens, loss, epoch)
+        clock.stop()
+
+    A run counts if its last step began inside the budget. The clock also prints the progress, ends a run whose loss is
+    lost (FloatingPointError), and says where a step hangs that takes two minutes.
+    """
+
+    GRACE = 3  # seconds over the budget that the last step may be expected to take
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
+        """A budget in seconds or, if given, in tokens."""
         if not seconds > 0 or (tokens is not None and tokens <= 0):
             raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
-        self.seconds, self.limit, self.tokens = seconds, tokens, 0
+        self.seconds, self.limit = seconds, tokens
+        self.steps = self.tokens = 0
         self.started = self.stopped = None
+        self._began = 0.0  # of the current step, in seconds since the start
+        self._loss, self._smooth_loss, self._printed = None, 0.0, -math.inf
 
     def start(self) -> None:
+        gc.collect()
+        gc.disable()  # a collection would stall a step by half a second
+        self._watch()
         self.started = time.perf_counter()
 
-    def advance(self, tokens: int) -> None:
-        """After each step."""
-        self.tokens += tokens
-
     def elapsed(self) -> float:
+        """Training seconds so far."""
         return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
 
     def progress(self) -> float:
         """In [0, 1]: of the tokens where they are limited, else of the seconds."""
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
+    def tokens_left(self) -> float:
+        """Until the end of the budget, at the pace so far; inf in the first 5%, when the pace is not known yet."""
+        progress = self.progress()
+        return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
+
+    def running(self) -> bool:
+        """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
+        if self.limit:
+            return self.tokens < self.limit
+        elapsed = self.elapsed()
+        return elapsed < self.seconds and elapsed * (1 + 1 / max(1, self.steps)) < self.seconds + self.GRACE
+
+    def advance(self, tokens: int, loss, epoch: int) -> None:
+        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text. Reads the loss of the
+        step before, so that the host never waits for the step it has just launched."""
+        if self.limit is None and self._began >= self.seconds:
+            raise RuntimeError(f"a step began {self._began:.0f} s into a budget of {self.seconds:.0f} s")
+        self.tokens += tokens
+        self.steps += 1
+        late, self._loss = self._loss, read_later(loss)
+        self._began = self.elapsed()
+        self._watch()
+        if late is None:
+            return
+        loss = self._checked(late(), self.steps - 1)
+        self._smooth_loss += (loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))
+        live = sys.stdout.isatty()
+        if self._began - self._printed >= (0.2 if live else 5):
+            self._printed = self._began
+            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._smooth_loss:.4f}"
+            line += f" | {self.tokens / self._began:,.0f} tok/s | epoch {epoch} | {self._began:.0f} s"
+            print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
+
     def stop(self) -> float:
-        """Training seconds, for good."""
-        self.stopped = self.stopped or time.perf_counter()
+        """Waits for the last step; training seconds, for good."""
+        if self.stopped is None:
+            synchronize()
+            self.stopped = time.perf_counter()
+            self.release()
+            if self._loss is not None:
+                self._checked(self._loss(), self.steps)
         return self.elapsed()
 
-    @property
-    def official(self) -> bool:
-        """Had the whole budget and kept to it: train.py logs such runs only."""
-        full = self.seconds == TIME_BUDGET and self.limit is None and self.stopped is not None
-        return full and self.elapsed() <= 1.01 * TIME_BUDGET
+    def release(self) -> None:
+        """Undoes what `start` did to the process."""
+        gc.enable()
+        faulthandler.cancel_dump_traceback_later()
+        if self._printed >= 0 and sys.stdout.isatty():
+            print(flush=True)  # below the live line
+
+    def _watch(self) -> None:
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)
+
+    def _checked(self, loss: float, step: int) -> float:
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
+        return loss
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def read_later(tensor) -> Callable[[], float]:
+    """Starts to copy a scalar to the host; what it returns waits for the copy and gives the value."""
+    import torch
+
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.item
+    host, copied = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    return lambda: (copied.synchronize(), host.item())[1]
 
 
 # --------------------------------------------------------------------------------------------------------------- loader
@@ -272,22 +358,29 @@ def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
 
 # ------------------------------------------------------------------------------------------------------------------ log
 
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset"]
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
+    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped; rows of seven had no tokens_M."""
     rows, data = [], b""
     with suppress(OSError):
         data = Path(path or RESULTS).read_bytes()
     for line in data.decode(errors="replace").split("\n"):
         fields = line.removesuffix("\r").split("\t")
         with suppress(ValueError):
-            row = dict(zip(COLUMNS, fields, strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb")}
-            if row["status"] in ("keep", "discard", "crash") and math.isfinite(row["val_bpb"] + row["memory_gb"]):
+            row = dict(zip(COLUMNS, fields + ["0.0"] * (len(fields) == 7), strict=True))
+            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+            finite = math.isfinite(row["val_bpb"] + row["memory_gb"] + row["tokens_M"])
+            if row["status"] in ("keep", "discard", "crash") and finite:
                 rows.append(row)
     return rows
+
+
+def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
+    """The row of the lowest val_bpb on that gpu and dataset."""
+    rows = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+    return min((row for row in rows if row["status"] != "crash"), key=lambda row: row["val_bpb"], default=None)
 
 
 def log_result(
@@ -296,35 +389,38 @@ def log_result(
     memory_gb: float,
     gpu: str,
     dataset: str,
-    crashed: bool = False,
+    tokens_M: float = 0.0,
+    reason: str = "",
     commit: str | None = None,
     description: str | None = None,
     path: str | Path | None = None,
 ) -> str:
     """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
-    else `discard`; or `crash`. A row that the file refuses goes to stderr and to `results.tsv.rescued` beside it."""
+    else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
+    A row that the file refuses goes to stderr."""
     path = Path(path or RESULTS)
-    rescued = path.with_name(path.name + ".rescued")
     if commit is None or description is None:
         head = git_head()
         commit, description = commit or head[0], head[1] if description is None else description
+    if not math.isfinite(val_bpb):
+        reason = reason or f"val_bpb {val_bpb}"
+    description = f"{description} [{reason}]" if reason else description
     commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
 
     def row() -> tuple[str, str]:
-        if crashed or not math.isfinite(val_bpb):
-            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", description, gpu, dataset])
-        rows = [r for r in read_results(path) + read_results(rescued) if r["status"] != "crash"]
-        best = min((r["val_bpb"] for r in rows if (r["gpu"], r["dataset"]) == (gpu, dataset)), default=math.inf)
-        status = "keep" if round(val_bpb, 6) < best else "discard"
-        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset])
+        if reason:
+            status, numbers, trained = "crash", ("0.000000", "0.0"), "0.0"
+        else:
+            best = best_result(gpu, dataset, path)
+            status = "discard" if best and round(val_bpb, 6) >= best["val_bpb"] else "keep"
+            numbers, trained = (f"{val_bpb:.6f}", f"{memory_gb:.1f}"), f"{tokens_M:.1f}"
+        return status, "\t".join([commit, *numbers, status, description, gpu, dataset, trained])
 
     try:
         return append_row(path, row)
     except (OSError, ValueError) as error:
         status, line = row()
-        print(f"{path} refuses this row ({error}); see also {rescued.name}\n{line}", file=sys.stderr, flush=True)
-        with suppress(OSError, ValueError):
-            append_row(rescued, row)
+        print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
         return status
 
 
@@ -333,10 +429,16 @@ def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     header = "\t".join(COLUMNS)
     while True:
         with open(path, "a+b", buffering=0) as file:
-            lock(file, patience=10)
+            if not lock(file, patience=60):
+                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
             file.seek(0)
             text = file.read()
-            if text and text.split(b"\n")[0].removesuffix(b"\r") != header.encode():
+            lines = text.decode(errors="replace").splitlines()
+            if lines and lines[0].split("\t") == COLUMNS[:7]:  # begun before there was tokens_M
+                with new_file(path) as new:
+                    new.write("".join(f"{line}\t0.0\n" for line in lines).replace("\t0.0", "\ttokens_M", 1).encode())
+                continue
+            if lines and lines[0] != header:
                 raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
             status, line = row()
             before = "" if text.endswith(b"\n") else "\n" if text else f"{header}\n"
@@ -366,72 +468,240 @@ def git_head() -> tuple[str, str]:
     return "0000000", ""
 
 
-def log_crash() -> None:
-    """A crash row for HEAD where its run left none: a SyntaxError in train.py, a kill, a clock that ran over."""
-    rows = read_results() + read_results(RESULTS.with_name(RESULTS.name + ".rescued"))
-    if git_head()[0][:7] not in {row["commit"] for row in rows}:
-        import torch
+# ------------------------------------------------------------------------------------------------------------------ run
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+WEIGHTS = RESULTS.with_name("model.safetensors")
 
 
-def plot(path: Path) -> None:
-    """Draws results.tsv: a panel a gpu and dataset, with every experiment, and a table of the kept ones beside it."""
+def run(train: Callable, build_model: Callable) -> None:
+    """The run around an experiment: train.py ends by handing its functions to this one.
+
+    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
+    numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
+    a dataclass of numbers, `seq_len` and `device_batch_size` among them.
+    """
+    args = parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PrepareError("--plot needs matplotlib: pip install -e '.[plot]'") from None
-    panels: dict[tuple[str, str], list[dict]] = {}
-    for row in read_results():
-        panels.setdefault((row["gpu"], row["dataset"]), []).append(row)
-    panels = {name: rows for name, rows in panels.items() if {row["status"] for row in rows} != {"crash"}}
-    if not panels:
-        raise PrepareError(f"{RESULTS} holds no val_bpb yet: run `python train.py` first")
-    heights = [max(4.5, 1 + 0.19 * sum(row["status"] == "keep" for row in rows)) for rows in panels.values()]
-    figure = Figure((15, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(5, 3), height_ratios=heights)
-    for (ax, table), (name, rows) in zip(axes, panels.items(), strict=True):
-        draw(ax, table, ", ".join(name), rows)
-    with new_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+        device, gpu = pick_gpu(args.gpu)
+        tokenizer = Tokenizer.from_directory()
+        if args.sample is None:
+            experiment(train, args, device, gpu, tokenizer)
+        else:
+            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample))
+    except (PrepareError, FloatingPointError) as error:
+        sys.exit(f"train.py: {error}")
 
 
-def draw(ax, table, name: str, rows: list[dict]) -> None:
-    """One panel. Its y axis ends a little above the first val_bpb: what is worse by far lies on the upper edge."""
-    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
-    first, best = y[~crashed][0], y[~crashed].min()
-    margin = 0.1 * (first - best) or 0.01 * first
-    bottom, top = best - margin, first + margin
-    shown, beyond = np.where(crashed, bottom, np.minimum(y, top)), ~kept & (y > top)
-    marks = {
-        "kept": (kept, dict(color="tab:green", zorder=3)),
-        "discarded": (~kept & ~crashed & ~beyond, dict(color="darkgray", s=16)),
-        "off the scale": (beyond, dict(color="darkgray", marker="^", s=16)),
-        "crashed": (crashed, dict(color="tab:red", marker="x", s=16)),
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="numerics and size of this GPU, or cpu; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class GPU:
+    capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
+    peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
+
+
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
+GPUS = {
+    "T4": ((7, 5), 40, 1590, False),
+    "V100": ((7, 0), 80, 1530, False),
+    "L4": ((8, 9), 58, 2040, False),
+    "RTX3060": ((8, 6), 28, 1777, True),
+    "RTX3090": ((8, 6), 82, 1695, True),
+    "RTX4090": ((8, 9), 128, 2520, True),
+    "A100": ((8, 0), 108, 1410, False),
+    "H100": ((9, 0), 132, 1980, False),
+    "H200": ((9, 0), 132, 1980, False),
+    "B200": ((10, 0), 148, 1965, False),
+}
+# Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
+# they assume less than the highest clock.
+FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
+
+
+def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, geforce: bool) -> float:
+    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device, and what an experiment has to know of its GPU or of the one named (see GPUS, or "cpu")."""
+    import torch
+
+    if name not in (None, "cpu", *GPUS):
+        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
+    if torch.version.hip:
+        raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes get ready while the model is built
+    p = torch.cuda.get_device_properties()
+    here = (p.major, p.minor), p.multi_processor_count, p.clock_rate / 1000, "GeForce" in p.name
+    named = GPUS.get(name, here)
+    return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer) -> None:
+    """Trains, evaluates, logs the row, saves the weights of a kept run, prints the summary."""
+    import torch
+
+    clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
+    by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
+    logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night.py sets it
+    label = gpu_name() if device.type == "cuda" else "cpu"
+    if args.gpu not in (None, label):
+        label += f" as {args.gpu}"
+    if args.seconds is not None or args.tokens is not None:
+        label += f", {args.seconds:g} s" if args.tokens is None else f", {args.tokens / 1e6:g} M tokens"
+    # All of the row that another prepare.py or commit could change meanwhile
+    commit, description = git_head()
+    row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
+    handle_signals(on_signal)
+    try:
+        model, numbers = train(clock, tokenizer, device, args.seed, gpu)
+        assert clock.stopped is not None, "train() has to start, advance and stop the clock"
+        config, start = model.config, time.perf_counter()
+        val_bpb = evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)
+        if not math.isfinite(val_bpb):
+            raise FloatingPointError(f"val_bpb is {val_bpb}")
+    except BaseException as error:
+        clock.release()
+        if logged:
+            handle_signals(signal.SIG_IGN)
+            log_result(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error), **row)
+        handle_signals(signal.SIG_DFL)
+        raise
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+    tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
+    status = f"not logged: {' and '.join(by_hand)} set by hand"
+    if logged:
+        handle_signals(signal.SIG_IGN)
+        status = log_result(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens, **row)
+    handle_signals(signal.SIG_DFL)  # the row is written: from here on a signal just ends the process
+    evaluated = time.perf_counter() - start
+    if status != "discard":
+        save_weights(model)
+    seconds, total = clock.elapsed(), process_seconds()
+    summary = {
+        "val_bpb": f"{val_bpb:.6f}",
+        "training_seconds": f"{seconds:.1f}",
+        "total_seconds": f"{total:.1f}",
+        "peak_vram_mb": f"{peak:.1f}",
+        "mfu_percent": numbers.pop("mfu_percent", "0.00"),
+        "total_tokens_M": f"{tokens:.1f}",
+        "num_steps": clock.steps,
+        "num_params_M": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}",
+        "depth": numbers.pop("depth", "?"),
+        "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
+        "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
+        "eval_seconds": f"{evaluated:.1f}",
+        **numbers,
+        "seed": args.seed,
+        "status": status,
+        **row,
     }
-    for label, (chosen, style) in marks.items():
-        if chosen.any():
-            ax.scatter(x[chosen], shown[chosen], label=f"{chosen.sum()} {label}", clip_on=False, **style)
-    ax.step(x, np.minimum.accumulate(np.where(kept, y, np.inf)), where="post", color="tab:green", alpha=0.6)
-    room = 0.025 * len(rows)  # for a number
-    ax.set(xlim=(1 - room, len(rows) + room), ylim=(bottom, top), xlabel="experiment", ylabel="val_bpb")
-    ax.set_title(f"{name}: {first:.4f} to {best:.4f}", loc="left", parse_math=False)
-    ax.legend(loc="upper right", handletextpad=0)
-    ax.grid(alpha=0.25)
+    if compared and tokens < 0.9 * compared["tokens_M"]:
+        summary["slower"] = f"{tokens:.1f} M tokens, where {compared['commit']}, the best so far, saw "
+        summary["slower"] += f"{compared['tokens_M']:.1f} M: a slower model, or a busy machine"
+    print("---")
+    for key, value in summary.items():
+        print(f"{key + ':':<17} {value}")
 
-    lines, before, numbered = [" kept  val_bpb     gain"], math.nan, (-math.inf, math.inf)
-    for i in np.flatnonzero(kept):
-        gain = "" if math.isnan(before) else f"{before - y[i]:.4f}"
-        lines.append(f"{x[i]:5}  {y[i]:7.4f}  {gain:>7}  {rows[i]['description'][:46]}")
-        if x[i] > numbered[0] + room or shown[i] < numbered[1] - 0.03 * (top - bottom):  # covers no other number
-            ax.annotate(x[i], (x[i], shown[i]), (-4, -3), textcoords="offset points", ha="right", va="top", size=8)
-            numbered = x[i], shown[i]
-        before = y[i]
-    text = "\n".join(lines)
-    table.text(0, 1, text, family="monospace", size=9, va="top", transform=table.transAxes, parse_math=False)
-    table.axis("off")
+
+def handle_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def on_signal(number, frame):
+    """Once, and as an exception: the crash row gets written."""
+    handle_signals(signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def crash_reason(error: BaseException) -> str:
+    """A few words for the crash row: `out of memory`, `NaN at step 40`, `AttributeError line 212`, `killed`."""
+    if isinstance(error, SystemExit):
+        return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+        return "out of memory"
+    if isinstance(error, (FloatingPointError, PrepareError)):
+        return str(error)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "train.py"]
+    return f"{type(error).__name__} line {lines[-1]}" if lines else type(error).__name__
+
+
+def process_seconds() -> float:
+    """Since this process was started, so with all imports."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def save_weights(model) -> None:
+    """Weights in fp16, for --sample, and the config, by rename. A full disk costs them, not the run."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
+    state = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    try:
+        save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
+        os.replace(part, WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        print(f"train.py: {WEIGHTS.name} could not be written: {error}", file=sys.stderr)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
+    """The model that the last kept run has saved."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    if not WEIGHTS.exists():
+        raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
+    try:
+        with safe_open(WEIGHTS, "pt") as file:
+            config = json.loads(file.metadata()["config"])
+        model = build_model(config, device, capability)
+        model.load_state_dict(load_file(WEIGHTS, device=str(device)))
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
+    return model
+
+
+def sample(model, tokenizer: Tokenizer, text: str, tokens: int = 256, temperature: float = 0.8) -> str:
+    """Continues a text until the model ends the document or `tokens` are written. model(x) gives logits (1, T, V)."""
+    import torch
+
+    ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for _ in range(tokens):
+            context = ids[-seq_len:]
+            padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
+            logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
+            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
+            if token == tokenizer.get_bos_token_id():
+                break
+            ids.append(token)
+    return tokenizer.decode(ids[1:])
 
 
 # =====================================================================================================================
@@ -472,19 +742,21 @@ def new_file(path: Path) -> Iterator:
         raise
 
 
-def lock(file, patience: float, message: str = "") -> None:
-    """Locks an open file, or goes on without when patience ends or the file system has no locks (Colab's Drive)."""
+def lock(file, patience: float, message: str = "") -> bool:
+    """Locks an open file; True, too, where the file system has no locks (Colab's Drive). False once patience ends."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if message:
                 print(message, flush=True)
             message = ""
             time.sleep(0.05)
         except OSError:
-            return
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
@@ -989,10 +1261,6 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume on this GPU)")
     parser.add_argument("--cache", help="where to (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
-    parser.add_argument("--plot", action="store_true", help="draw progress.png from results.tsv, and stop")
-    parser.add_argument(
-        "--log-crash", action="store_true", help="log HEAD's run as a crash if it left no row, and stop"
-    )
     args = parser.parse_args()
     try:
         work(args)
@@ -1009,10 +1277,6 @@ def work(args: argparse.Namespace) -> None:
         if Path(args.cache).resolve() != cache_dir().resolve():
             print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
         os.environ["AUTORESEARCH_CACHE"] = args.cache
-    if args.plot:
-        return plot(RESULTS.with_name("progress.png"))
-    if args.log_crash:
-        return log_crash()
     directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
     fingerprint = Tokenizer.from_directory(directory).fingerprint
     train, val = (
