@@ -8,8 +8,9 @@ train.py imports from here; nobody edits this file during research. It grew out 
 
 The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds one folder per dataset and `current`,
 the name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`,
-and, written last, `train_shards`, their number. Files are made under a temporary name and then renamed: an interrupted
-run leaves whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
+`test_00000.bin`, and, written last, `train_shards`, the number of the first. Files are made under a temporary name and
+then renamed: an interrupted run leaves whole ones, and the next run goes on from there. Nothing in the cache is ever
+executed or unpickled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -39,16 +41,15 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
-# torch, pyarrow, requests and rustbpe are imported where they are used, so that a second `prepare.py` takes 0.2 s
+# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: a second `prepare.py` takes 0.2 s
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
@@ -66,10 +67,6 @@ BOS_TOKEN = SPECIAL_TOKENS[0]
 # characters in all and of a document. Measured on held-out English: 4 / 8 / 16 / 66 / 155 M characters give 3.881 /
 # 3.905 / 3.917 / 3.924 / 3.926 bytes a token and take 0.4 / 0.6 / 1.1 / 4.2 / 9.0 s on two cores.
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
-
-HUB = {"climbmix": "climbmix-400b-shuffle", "tinystories": "tinystories-gpt4-clean"}  # datasets of karpathy
-VAL_FILE = "shard_06542.parquet"  # climbmix's last shard, everybody's validation split
-TINYSTORIES_CUTS = (10_000, 20_000, 250_000)  # first story of validation, of training; stories in a shard of ours
 
 RESULTS = Path(__file__).resolve().parent / "results.tsv"
 
@@ -235,7 +232,7 @@ class TokenStream:
     """The token shards of a split as one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, split: str):
-        assert split in ("train", "val"), f"split is train or val, not {split}"
+        assert split in ("train", "val", "test"), f"split is train, val or test, not {split}"
         shards = open_shards(tokenizer.directory, split, tokenizer.fingerprint)
         self.tokens = [shard.tokens for shard in shards]
         self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
@@ -848,11 +845,10 @@ def get_token_bytes(device="cpu"):
 
 # --------------------------------------------------------------------------------------------------------- token shards
 # A header of 128 bytes, then the tokens (uint16), all little-endian. Whatever follows them is ignored: files made by
-# earlier versions of this program end with an index of their documents. --verify checks the tokens' SHA-256.
+# earlier versions of this program end with an index of their documents.
 
-# magic, version, number of tokens, fingerprint of the tokenizer, SHA-256 of the tokens; x: unused bytes
-HEADER = struct.Struct("<8sI4xQ8x32s32s32x")
-MAGIC, VERSION = b"tokshard", 1
+MAGIC = b"tokshard\1\0\0\0"  # and version 1
+HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, fingerprint of the tokenizer, tokens' SHA-256
 
 
 @dataclass(frozen=True)
@@ -861,35 +857,14 @@ class TokenShard:
     checksum: bytes  # of the tokens
 
 
-def write_shard(path: Path, encoded: Iterable[np.ndarray], fingerprint: bytes, limit: float) -> int:
-    """Writes arrays of tokens one after another until there are at least `limit`. Returns the number of tokens."""
-    checksum, n = hashlib.sha256(), 0
-    with new_file(path) as file:
-        file.seek(HEADER.size)
-        for tokens in encoded:
-            data = tokens.astype("<u2").tobytes()
-            file.write(data)
-            checksum.update(data)
-            n += len(tokens)
-            if n >= limit:
-                break
-        if n == 0:
-            raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
-        file.seek(0)
-        file.write(HEADER.pack(MAGIC, VERSION, n, fingerprint, checksum.digest()))
-    return n
-
-
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> TokenShard:
     try:
         with open(path, "rb") as file:
             size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(MAGIC):
-                raise ValueError("not a token shard")
-            _, version, n, tokenizer, checksum = HEADER.unpack(header)
-            if version != VERSION:
-                raise ValueError(f"version {version} is unknown here")
-            if not 0 < n <= (size - HEADER.size) // 2:  # the header's word is not taken for it
+                raise ValueError("not a token shard of version 1")
+            _, n, tokenizer, checksum = HEADER.unpack(header)
+            if not 0 < n <= (size - HEADER.size) // 2:  # the header's word is not enough
                 raise ValueError(f"{size} bytes do not hold {n} tokens")
             if tokenizer != fingerprint:
                 raise ValueError("made by another tokenizer")
@@ -907,12 +882,21 @@ def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = 
         count = (directory / "train_shards").read_bytes()
     if not re.fullmatch(rb"[1-9]\d{0,3}\n", count):
         raise PrepareError(f"{directory} is not prepared to the end: run prepare.py again")
-    numbers = range(int(count) if split == "train" else 1)
-    return [open_shard(directory / f"{split}_{i:05d}.bin", fingerprint, verify) for i in numbers]
+    paths = [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
+    if split == "test" and not paths[0].exists():
+        raise PrepareError(no_test_split(directory))
+    return [open_shard(path, fingerprint, verify) for path in paths]
+
+
+def no_test_split(directory: Path) -> str:
+    remedy = f"delete {directory / 'train_shards'} and run prepare.py again"
+    if directory.name not in HUB:
+        remedy += f" (5% of train become test, unless you add a {TEST_FILE})"
+    return f"{directory.name} was prepared without a test split; for one, {remedy}"
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Like `climbmix-1a2b3c4d`: name and fingerprint of all tokens. Results on different data never compare."""
+    """Name and fingerprint of all tokens of train and val, such as `climbmix-1a2b3c4d`. Results compare only on one."""
     tokenizer = Tokenizer.from_directory(directory)
     shards = [s for split in ("train", "val") for s in open_shards(tokenizer.directory, split, tokenizer.fingerprint)]
     fingerprint = hashlib.sha256(b"".join(shard.checksum for shard in shards)).hexdigest()[:8]
@@ -921,68 +905,96 @@ def dataset_id(directory: Path | None = None) -> str:
 
 # ------------------------------------------------------------------------------------------------------ sources of text
 
+HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
+MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's, the last two apart
+
 
 @dataclass(frozen=True)
 class Part:
-    """Documents [start, stop) of a file, or of the standard library's folder: they become one token shard."""
+    """Documents [start, stop) of a file, or of the standard library's folder."""
 
     path: Path
     start: int = 0
     stop: int | None = None
-    url: str = ""  # where the file comes from
+    repo: str = ""  # on the hub, where the file comes from
 
 
-def hub_parts(data: str, num_shards: int) -> tuple[list[Part], Part]:
-    """Train parts, validation part. climbmix: a file each. tinystories: one file, cut where its other users cut it."""
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+Splits = tuple[list[Part], list[Part], list[Part]]  # train: a token shard per part; val, test: one of all their parts
 
-    def part(file: str, start: int = 0, stop: int | None = None) -> Part:
-        url = f"{endpoint}/datasets/karpathy/{HUB[data]}/resolve/main/{file}"
-        return Part(cache_dir() / data / "raw" / file, start, stop, url)
 
+def hub_splits(data: str, num_shards: int | None) -> Splits:
+    if num_shards is None:  # what five minutes consume: on a Hopper, on a T4, without a GPU
+        import torch
+
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
+    raw, repo = cache_dir() / data / "raw", HUB[data]
     if data == "climbmix":
-        return [part(f"shard_{i:05d}.parquet") for i in range(num_shards)], part(VAL_FILE)
-    val, train, size = TINYSTORIES_CUTS
-    starts = range(train, train + num_shards * size, size)
-    file = "tinystories_gpt4_clean.parquet"
-    return [part(file, start, start + size) for start in starts], part(file, val, train)
+        train = [Part(raw / f"shard_{i:05d}.parquet", repo=repo) for i in range(num_shards)]
+        return train, [Part(raw / VAL_FILE, repo=repo)], [Part(raw / TEST_FILE, repo=repo)]
+    # one file, cut as its page suggests: the first 10,000 stories for test, the next 10,000 for validation
+    stories, size = Part(raw / "tinystories_gpt4_clean.parquet", repo=repo), 250_000
+    starts = range(20_000, 20_000 + num_shards * size, size)
+    train = [replace(stories, start=start, stop=start + size) for start in starts]
+    return train, [replace(stories, start=10_000, stop=20_000)], [replace(stories, stop=10_000)]
 
 
-def folder_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.txt"))
-    if not files:
-        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder, or {' or '.join(HUB)}")
-    return sorted(files, key=lambda file: file.name == VAL_FILE)  # the last one validates
+def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
+    """Validation: the last file, or the last 5% of the only one. Test: its file, or the last 5% of what remains."""
+    parts = [Part(file, 0, count_documents(file)) for file in files]
+    total = sum(part.stop for part in parts)
+    twentieth = max(1, total // 20)
+    val = total - (parts[-1].stop if len(parts) > 1 else twentieth)  # where it begins
+    test = val - (0 if test_files else twentieth)
+
+    def take(start: int, stop: int) -> list[Part]:
+        taken, before = [], 0
+        for part in parts:
+            first, last = max(0, start - before), min(part.stop, stop - before)
+            if first < last:
+                taken.append(replace(part, start=first, stop=last))
+            before += part.stop
+        return taken
+
+    if test < 1:
+        raise PrepareError(f"{files[0].parent} has too few documents for train, validation and test: give it more text")
+    return take(0, test)[:num_shards], take(val, total), take(test, val) or [Part(file) for file in test_files]
 
 
-def folder_parts(folder: Path, num_shards: int) -> tuple[list[Part], Part]:
-    """The last file validates, or the last 5% of the only one."""
-    *train, val = folder_files(folder)
-    for file in [*train, val]:
-        if file.suffix == ".parquet":
-            open_parquet(file)
-    if train:
-        return [Part(file) for file in train[:num_shards]], Part(val)
-    total = sum(1 for _ in documents(Part(val)))
-    if total < 2:
-        raise PrepareError(f"{val} holds {total} documents: give at least 2, one of them is for validation")
-    cut = total - max(1, total // 20)
-    return [Part(val, 0, cut)], Part(val, cut)
+def count_documents(file: Path) -> int:
+    return open_parquet(file).metadata.num_rows if file.suffix == ".parquet" else sum(1 for _ in documents(Part(file)))
 
 
-def embedded_parts() -> tuple[list[Part], Part]:
-    """The running Python's own standard library, so that everything runs with no network: a module is a document."""
-    root = Path(sysconfig.get_path("stdlib"))
-    cut = len(stdlib_modules(root)) * 19 // 20
-    return [Part(root, 0, cut)], Part(root, cut)
+def documents(part: Part) -> Iterator[str]:
+    """The part's texts in order, without the empty ones."""
+    root = part.path
+    if root.suffix == ".parquet":
+        return filter(None, parquet_column(part))
+    if root.is_dir():  # modules in the order of their names' hashes, so that each split gets some of all kinds
+        skip = {"site-packages", "dist-packages", "test", "tests"}  # tests: some distributions leave them out
+        names = [name for path in root.rglob("*.py") if not skip & set((name := path.relative_to(root)).parts)]
+        names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+        texts = ((root / name).read_text("utf-8", errors="replace") for name in names)
+    else:  # a document ends at <|endoftext|>, or at the last line end within 64 Ki characters: a book is many
+        books = root.read_text("utf-8", errors="replace").split("<|endoftext|>")
+        pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n")) for book in books)
+        texts = itertools.chain.from_iterable(pieces)
+    return itertools.islice(filter(None, texts), part.start, part.stop)
 
 
-def stdlib_modules(root: Path) -> list[Path]:
-    """In the order of their names' hashes, so that the last 5% are of all kinds."""
-    skip = {"site-packages", "dist-packages", "test", "tests"}  # tests: some distributions leave them out
-    modules = [path.relative_to(root) for path in root.rglob("*.py")]
-    modules = [module for module in modules if not skip & set(module.parts)]
-    return [root / module for module in sorted(modules, key=lambda m: hashlib.sha256(m.as_posix().encode()).digest())]
+def parquet_column(part: Part) -> Iterator[str | None]:
+    import pyarrow as pa
+
+    file, row = open_parquet(part.path), 0
+    stop = file.metadata.num_rows if part.stop is None else part.stop
+    try:
+        for batch in file.iter_batches(256, columns=["text"]):
+            yield from batch.column(0)[max(0, part.start - row) : max(0, stop - row)].to_pylist()
+            row += len(batch)
+            if row >= stop:
+                return
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
 
 
 def open_parquet(path: Path):
@@ -1000,177 +1012,149 @@ def open_parquet(path: Path):
     return file
 
 
-def documents(part: Part) -> Iterator[str]:
-    """The part's texts, the empty ones left out."""
-    if part.path.is_dir():
-        modules = stdlib_modules(part.path)[part.start : part.stop]
-        return filter(None, (module.read_text("utf-8", errors="replace") for module in modules))
-    return text_documents(part) if part.path.suffix == ".txt" else parquet_documents(part)
-
-
-def parquet_documents(part: Part) -> Iterator[str]:
-    import pyarrow as pa
-
-    file, end = open_parquet(part.path), 0
-    stop = file.metadata.num_rows if part.stop is None else part.stop
-    try:
-        for group in range(file.num_row_groups):
-            begin, end = end, end + file.metadata.row_group(group).num_rows
-            if end <= part.start or begin >= stop:
-                continue
-            for batch in file.iter_batches(256, row_groups=[group], columns=["text"]):
-                texts = batch.column(0).to_pylist()
-                yield from filter(None, texts[max(0, part.start - begin) : max(0, stop - begin)])
-                begin += len(texts)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
-
-
-def text_documents(part: Part) -> Iterator[str]:
-    """A document ends at <|endoftext|>, or at the last line end within 64 Ki characters: a book is many."""
-    texts = part.path.read_text("utf-8", errors="replace").split("<|endoftext|>")
-    pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", text.strip("\n")) for text in texts)
-    return itertools.islice(itertools.chain.from_iterable(pieces), part.start, part.stop)
-
-
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------------------- download
 
-READ_TIMEOUT = 20  # seconds of silence that make a stall
-ATTEMPTS, BACKOFF, MAX_WAIT = 6, 1.0, 60  # waits of 1, 2, 4, 8, 16 s, or what the server asks for up to a minute
+ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s in between
 
 
-def download(url: str, path: Path) -> None:
-    """A parquet file over HTTP. What an interrupted transfer left, in this run or an earlier one, is resumed."""
-    import requests
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    if partial.is_symlink():  # a stranger's, to elsewhere
-        partial.unlink()
-
-    def attempt() -> None:
-        have = partial.stat().st_size if partial.exists() else 0
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-        with requests.get(url, headers=headers, stream=True, timeout=(5, READ_TIMEOUT)) as response:
-            status, length = response.status_code, response.headers.get("Content-Length", "")
-            if status == 416:  # we hold more than there is
-                partial.unlink()
-            if status in (408, 416, 429) or status >= 500:
-                raise requests.HTTPError(f"status {status}", response=response)
-            if status not in (200, 206):
-                raise PrepareError(f"{url}: status {status}; check HF_ENDPOINT, or give --data DIR")
-            if status == 200:  # from the beginning: asked for, or the server has no ranges
-                have = 0
-            elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                raise requests.HTTPError("a range that was not asked for")
-            total = have + int(length) if length.isdigit() else None
-            bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=path.name, disable=None)
-            with open(partial, "ab") as file, bar:
-                file.truncate(have)
-                for chunk in response.iter_content(2**16):
-                    file.write(chunk)
-                    bar.update(len(chunk))
-                file.flush()
-                os.fsync(file.fileno())
-                if total not in (None, os.fstat(file.fileno()).st_size):
-                    raise requests.ConnectionError(f"not the {total} bytes that were announced")
-        try:
-            open_parquet(partial)
-        except PrepareError as error:
-            partial.unlink()
-            raise requests.HTTPError(str(error)) from None
-        os.replace(partial, path)
-
-    failures, best = 0, 0
-    while True:
-        try:
-            return attempt()
-        except requests.RequestException as error:
-            reached = partial.stat().st_size if partial.exists() else 0
-            if reached >= best + 2**20:  # a bad line that moves is not a dead one
-                failures, best = 0, reached
-            failures += 1
-            if failures == ATTEMPTS:
-                remedy = "run again to go on, set HF_ENDPOINT to a mirror, or give --data DIR"
-                raise PrepareError(f"{url}: {one_line(error)}; {remedy}") from None
-            asked = "" if error.response is None else error.response.headers.get("Retry-After", "")
-            seconds = min(MAX_WAIT, int(asked) if asked.isdigit() else BACKOFF * 2 ** (failures - 1))
-            print(f"{path.name}: {one_line(error)}; again in {seconds:.0f} s", flush=True)
-            time.sleep(seconds)
+class Unreachable(PrepareError):
+    """The hub does not answer at all."""
 
 
-def reachable(url: str) -> bool:
-    """Within seconds: looking a name up has no timeout of its own, hence the thread."""
-    import requests
+def hub_file(part: Part) -> dict[str, str]:
+    """The part's file, as arguments to functions of huggingface_hub."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    return {"repo_id": part.repo, "filename": part.path.name, "repo_type": "dataset", "endpoint": endpoint}
+
+
+def reachable(part: Part) -> bool:
+    """Whether the hub answers, be it with an error. In a thread, as looking up a name has no timeout of its own."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     answers = []
 
     def ask() -> None:
-        with suppress(requests.RequestException):
-            answers.append(requests.head(url, timeout=(3, 5)))
+        try:
+            get_hf_file_metadata(hf_hub_url(**hub_file(part)), timeout=5)
+            answers.append(True)
+        except Exception as error:
+            answers.append(getattr(error, "response", None) is not None)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(8)
-    return bool(answers)
+    return answers == [True]
+
+
+def download(part: Part) -> None:
+    """hf_hub_download resumes broken transfers and waits where asked to. Other failures are tried again here."""
+    from huggingface_hub import hf_hub_download
+
+    for attempt in range(ATTEMPTS):
+        try:  # the last one without what the others may have left
+            hf_hub_download(**hub_file(part), local_dir=part.path.parent, force_download=attempt == ATTEMPTS - 1)
+            open_parquet(part.path)
+            return
+        except Exception as error:  # of requests, httpx or huggingface_hub, depending on its version
+            if getattr(error, "errno", None):  # the disk's
+                raise
+            part.path.unlink(missing_ok=True)
+            cause = error.__cause__ or error
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 429)):
+            remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
+            raise PrepareError(f"{part.path.name} of {part.repo}: {one_line(cause)}; {remedy}")
+        print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
+        time.sleep(2**attempt)
+
+
+def download_ahead(parts: list[Part]) -> dict[Path, Future]:
+    """Starts a thread that fetches the missing files, in the order of `parts`. A future ends when its file is there."""
+    missing = {part.path: part for part in parts if part.repo and not part.path.exists()}
+    arriving = {path: Future() for path in missing}
+
+    def work() -> None:
+        for path, part in missing.items():
+            try:
+                arriving[path].set_result(download(part))
+            except BaseException as error:
+                return arriving[path].set_exception(error)
+
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
+        os.environ.setdefault(name, "1")
+    if missing:
+        first = next(iter(missing.values()))
+        if not reachable(first):
+            where = hub_file(first)["endpoint"]
+            raise Unreachable(f"cannot reach {where}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
+        threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
+    return arriving
 
 
 # ------------------------------------------------------------------------------------------------------------ preparing
 
 
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` (None: climbmix, or the embedded corpus) the current dataset; returns its folder."""
-    if num_shards is not None and not 1 <= num_shards <= 6542:
-        raise PrepareError(f"--num-shards {num_shards} is not possible: give 1 to 6542")
+    """Makes `data` (None: climbmix, or without network the embedded corpus) the current dataset; returns its folder."""
+    if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
+        raise PrepareError(f"--num-shards {num_shards} is not possible: give 1 to {MAX_SHARDS}")
     if data is None:
-        data = "climbmix"
-        if not is_ready(cache_dir() / data, num_shards) and not reachable(hub_parts(data, 1)[1].url):
+        try:
+            return prepare("climbmix", num_shards)
+        except Unreachable:
             print("NO NETWORK: falling back to the embedded corpus, the source text of this Python's standard library.")
             print("Its val_bpb compares with no other. For real text go online, set HF_ENDPOINT, or give --data DIR.")
             data = "embedded"
 
     if data in HUB:
         name = data
-    elif data == "embedded":
-        name, num_shards = "embedded@{}.{}.{}".format(*sys.version_info), 1
+    elif data == "embedded":  # the running Python's standard library, so to speak a single file
+        files, name = [Path(sysconfig.get_path("stdlib"))], "embedded@{}.{}.{}".format(*sys.version_info)
     elif Path(data).is_dir():
-        files = folder_files(Path(data))
-        num_shards = min(num_shards or len(files), max(1, len(files) - 1))
+        files = sorted(Path(data).glob("*.parquet")) or sorted(Path(data).glob("*.txt"))
+        if not files:
+            raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
+        files.sort(key=lambda file: file.name == VAL_FILE)  # the last one validates
         identity = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
         label = re.sub(r"[^\w.-]+", "-", Path(data).resolve().name, flags=re.ASCII).lstrip(".-") or "folder"
         name = f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     else:
         raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
 
+    def shards_of(files: list[Path]) -> int:
+        return min(num_shards or len(files), max(1, len(files) - 1))
+
+    test_files = []
+    if data not in HUB and not is_ready(cache_dir() / name, shards_of(files)):
+        name += "-v2"  # shards without it were cut before there was a test split
+        test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
+        files = [file for file in files if file not in test_files]
+    count = num_shards if data in HUB else shards_of(files)
+
     directory = cache_dir() / name
-    ready = is_ready(directory, num_shards)
+    ready = is_ready(directory, count)
     with suppress(PrepareError):
         if ready and current_dataset() == directory:
             return directory
-    parts = None
-    if not ready and data in HUB:
-        parts = hub_parts(data, num_shards or default_shards())
-        missing = [part.url for part in [*parts[0], parts[1]] if not part.path.exists()]
-        if missing and not reachable(missing[0]):
-            raise PrepareError(f"cannot reach {missing[0]}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
-    elif not ready:
-        parts = embedded_parts() if data == "embedded" else folder_parts(Path(data), num_shards)
+    splits = None
+    if not ready:
+        splits = hub_splits(data, count) if data in HUB else file_splits(files, test_files, count)
     cache_dir().mkdir(parents=True, exist_ok=True)
     with open(cache_dir() / "lock", "ab") as file:
         lock(file, math.inf, f"another prepare.py is at work in {cache_dir()}: waiting for it")
-        if parts:
-            build(directory, *parts)
+        if splits:
+            build(directory, *splits)
         with new_file(cache_dir() / "current") as current:
             current.write(f"{name}\n".encode())
     return directory
 
 
 def is_ready(directory: Path, num_shards: int | None) -> bool:
-    """Prepared to the end, and with that many train shards (None: any number)."""
+    """Prepared to the end, though perhaps without test, and with that many train shards (None: any number)."""
     try:
         fingerprint = Tokenizer.from_directory(directory).fingerprint
         open_shards(directory, "val", fingerprint)
@@ -1179,64 +1163,74 @@ def is_ready(directory: Path, num_shards: int | None) -> bool:
         return False
 
 
-def default_shards() -> int:
-    """What five minutes consume on a Hopper, on a T4, and without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 1
-    return 10 if torch.cuda.get_device_capability() >= (8, 0) else 2
-
-
-def build(directory: Path, train: list[Part], val: Part) -> None:
-    """Whatever is there and whole is kept."""
-    directory.mkdir(exist_ok=True)
-    for part in [*train, val]:
-        if part.url and not part.path.exists():
-            download(part.url, part.path)
-    try:
+def build(directory: Path, train: list[Part], val: list[Part], test: list[Part]) -> None:
+    """Makes what is missing. While one file is tokenized the next ones are downloaded."""
+    shards = {f"train_{i:05d}.bin": [part] for i, part in enumerate(train)}
+    shards |= {"val_00000.bin": val, "test_00000.bin": test}
+    tokenizer = None
+    with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
-    except PrepareError:
-        Tokenizer.train(documents(train[0]), directory / "tokenizer.txt")
-        tokenizer = Tokenizer.from_directory(directory)
-    shards = [(f"train_{i:05d}.bin", part, math.inf) for i, part in enumerate(train)]
-    for name, part, limit in [*shards, ("val_00000.bin", val, EVAL_TOKENS + 1)]:
-        try:
+    for name in list(shards) if tokenizer else []:
+        with suppress(PrepareError):
             open_shard(directory / name, tokenizer.fingerprint)
-        except PrepareError:
-            tokenize(part, directory / name, tokenizer, limit)
+            del shards[name]
+    arriving = download_ahead([part for parts in shards.values() for part in parts])
+
+    def texts(parts: list[Part]) -> Iterator[str]:
+        for part in parts:
+            if part.path in arriving:
+                arriving[part.path].result()
+            yield from documents(part)
+
+    directory.mkdir(exist_ok=True)
+    if not tokenizer:
+        Tokenizer.train(texts(train[:1]), directory / "tokenizer.txt")
+        tokenizer = Tokenizer.from_directory(directory)
+    for name, parts in shards.items():
+        limit = math.inf if name.startswith("train") else EVAL_TOKENS + 1
+        tokenize(texts(parts), directory / name, tokenizer, limit)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % len(train))
+    shutil.rmtree(directory / "raw" / ".cache", ignore_errors=True)  # huggingface_hub's notes and broken transfers
 
 
-def tokenize(part: Part, path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """In threads: tiktoken lets go of the interpreter lock. On two cores 14 MB/s each; processes gave 17."""
+def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
+    """Makes a token shard of at least `limit` tokens, or of all texts.
+
+    In threads, as tiktoken releases the GIL: 14 MB/s per core on two of them, where processes gave 17.
+    """
     bos = np.array([tokenizer.get_bos_token_id()])
-    bar = tqdm(unit="B", unit_scale=True, desc=path.stem, disable=None)
 
     def batches() -> Iterator[list[str]]:
         batch, size = [], 0
-        for text in documents(part):
+        for text in texts:
             batch.append(text)
             size += len(text)
             if size >= 2**18:
                 yield batch
                 batch, size = [], 0
-        if batch:
-            yield batch
+        yield batch
 
     def encode(batch: list[str]) -> np.ndarray:
-        encoded = []
+        ids = [bos[:0]]
         for text in batch:
             pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # the regex overflows on 10^6 spaces
-            ids = [tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-            encoded += [bos, *ids]
-        bar.update(sum(len(text.encode()) for text in batch))
-        return np.concatenate(encoded)
+            ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
+        return np.concatenate(ids).astype("<u2")
 
-    start = time.perf_counter()
-    with bar:
-        n = write_shard(path, parallel_map(encode, batches()), tokenizer.fingerprint, limit)
+    start, n, checksum = time.perf_counter(), 0, hashlib.sha256()
+    with new_file(path) as file:
+        file.seek(HEADER.size)
+        for tokens in parallel_map(encode, batches()):
+            file.write(tokens)
+            checksum.update(tokens)
+            n += len(tokens)
+            if n >= limit:
+                break
+        if n == 0:
+            raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
     print(f"{path.stem}: {n / 1e6:.1f} M tokens in {time.perf_counter() - start:.1f} s", flush=True)
 
 
@@ -1262,28 +1256,27 @@ def main() -> None:
     parser.add_argument("--cache", help="where to (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
+    if args.cache:
+        if Path(args.cache).resolve() != cache_dir().resolve():
+            print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
+        os.environ["AUTORESEARCH_CACHE"] = args.cache
     try:
-        work(args)
+        directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
+        fingerprint = Tokenizer.from_directory(directory).fingerprint
+        sizes = []
+        for split in ("train", "val", "test"):
+            if split == "test" and not (directory / "test_00000.bin").exists():
+                print(no_test_split(directory))
+                break
+            shards = open_shards(directory, split, fingerprint, args.verify)
+            sizes.append(f"{sum(len(shard.tokens) for shard in shards) / 1e6:.1f} M {split}")
+        print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
         sys.exit(f"{one_line(error)}: free some space there, or give another folder with --cache")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
-
-
-def work(args: argparse.Namespace) -> None:
-    if args.cache:
-        if Path(args.cache).resolve() != cache_dir().resolve():
-            print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
-        os.environ["AUTORESEARCH_CACHE"] = args.cache
-    directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-    fingerprint = Tokenizer.from_directory(directory).fingerprint
-    train, val = (
-        sum(len(shard.tokens) for shard in open_shards(directory, split, fingerprint, args.verify)) / 1e6
-        for split in ("train", "val")
-    )
-    print(f"ready: {dataset_id(directory)}, {train:.1f} M train tokens, {val:.1f} M for validation, in {directory}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +29,7 @@ def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
 
 
 def test_importing_touches_no_gpu_network_or_heavy_module():
-    heavy = "sys.modules.keys() & {'torch', 'pyarrow', 'requests', 'rustbpe'}"
+    heavy = "sys.modules.keys() & {'torch', 'pyarrow', 'huggingface_hub', 'rustbpe'}"
     code = f"import socket, sys; del socket.socket; import prepare; assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
@@ -74,34 +73,6 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     assert ids[1] == prepare.dataset_id()
 
 
-def test_dataset_id_is_the_datas_not_the_places(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    copy = tmp_path / "corpus"
-    for path in corpus.iterdir():
-        write_parquet(copy / path.name, pq.read_table(path)["text"].to_pylist())
-    here = prepare.dataset_id(prepare.prepare(str(copy)))
-    write_parquet(copy / "shard_00002.parquet", [*texts(2), "one document more"])
-    changed = prepare.dataset_id(prepare.prepare(str(copy)))
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    assert here == prepare.dataset_id() != changed
-    assert here.startswith("corpus-") and len(here) == len("corpus-1a2b3c4d")
-
-
-def test_the_last_twentieth_of_a_single_file_validates(tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    documents = texts(0, count=100)
-    write_parquet(tmp_path / "parquet" / "all.parquet", documents)
-    (tmp_path / "txt").mkdir()
-    (tmp_path / "txt" / "all.txt").write_text("<|endoftext|>\n".join(documents), encoding="utf-8")
-    for kind in ("parquet", "txt"):
-        folder = prepare.prepare(str(tmp_path / kind))
-        tokenizer = Tokenizer.from_directory(folder)
-        train, val = (prepare.TokenStream(tokenizer, split) for split in ("train", "val"))
-        stripped = [document.strip("\n") for document in documents] if kind == "txt" else documents
-        assert list(train.read(0, len(train))) == stream_of(tokenizer, stripped[:95])
-        assert list(val.read(0, len(val))) == stream_of(tokenizer, stripped[95:])
-
-
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
@@ -120,27 +91,12 @@ def test_parts_of_a_parquet_file_are_its_documents(tmp_path):
         )
 
 
-def test_tinystories_is_cut_into_disjoint_parts():
-    train, val = prepare.hub_parts("tinystories", 3)
-    cuts = [(part.start, part.stop) for part in (val, *train)]
-    assert cuts == [(10_000, 20_000), (20_000, 270_000), (270_000, 520_000), (520_000, 770_000)]
-
-
-def test_validation_shard_holds_what_the_metric_scores_and_little_more(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1000)
-    monkeypatch.setattr(prepare, "documents", lambda part: iter(["word " * 20_000] * 20))
-    tokenizer = Tokenizer.from_directory(prepare.prepare(str(corpus)))
-    assert 1001 <= len(prepare.TokenStream(tokenizer, "val")) < len(prepare.TokenStream(tokenizer, "train")) / 3
-
-
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    start = time.perf_counter()
     explicit = run_prepare("--data", "climbmix", cache=tmp_path, **nowhere)
-    assert time.perf_counter() - start < 10
     assert explicit.returncode == 1 and explicit.stderr.count("\n") == 1, explicit.stderr
-    assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr and not tree(tmp_path)
+    assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr
+    assert tree(tmp_path) == {"lock": b""}
     default = run_prepare(cache=tmp_path, **nowhere)
     assert default.returncode == 0, default.stderr
     assert "NO NETWORK" in default.stdout and "ready: embedded-" in default.stdout
@@ -183,14 +139,14 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer, tmp_path):
     text = "a <|reserved_0|> b"
     assert tokenizer.get_bos_token_id() not in tokenizer.encode(text)
     write_parquet(tmp_path / "a.parquet", [text])
-    prepare.tokenize(Part(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
     tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
     assert list(tokens) == stream_of(tokenizer, [text])
 
 
 def test_a_million_spaces_do_not_overflow_the_pattern(tokenizer, tmp_path):
     write_parquet(tmp_path / "a.parquet", [" " * 1_000_000])
-    prepare.tokenize(Part(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
     tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
     assert tokenizer.decode(list(tokens[1:])) == " " * 1_000_000
 
@@ -350,7 +306,10 @@ def scored(tokenizer: Tokenizer, tokens: int) -> tuple[list[int], int]:
     """Targets that count (no BOS), and their bytes, one at a time from the text itself."""
     targets = stream_of(tokenizer, texts(6542))[1 : tokens + 1]
     targets = [t for t in targets if t != tokenizer.get_bos_token_id()]
-    return targets, sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
+    nbytes = sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
+    if tokens == EVAL_TOKENS:
+        assert nbytes == sum(len(document.encode()) for document in texts(6542))
+    return targets, nbytes
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 100), (7, 333), (16, 2048)])
@@ -363,12 +322,6 @@ def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer
     assert bpb == pytest.approx(math.log2(vocab) * len(targets) / nbytes, rel=1e-6)
 
 
-def test_bpb_of_all_bytes_is_theirs(tokenizer, device):
-    """With all targets scored, the bytes are those of the documents."""
-    _, nbytes = scored(tokenizer, EVAL_TOKENS)
-    assert nbytes == sum(len(document.encode()) for document in texts(6542))
-
-
 def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
     model = Bigram(tokenizer.get_vocab_size(), device)
     values = [evaluate_bpb(model, tokenizer, B, T) for B, T in ((1, 128), (3, 128), (16, 128), (2, 999))]
@@ -379,9 +332,10 @@ def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, d
     model = Uniform(tokenizer.get_vocab_size(), device)
     evaluate_bpb(model, tokenizer, 3, 50, tokens=1234)
     assert {(x.shape, y.shape) for x, y in model.asked} == {((3, 50), (3, 50))}
-    asked = torch.cat([y.flatten() for _, y in model.asked])
-    assert asked[:1234].tolist() == stream_of(tokenizer, texts(6542))[1:1235]
-    assert (asked[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
+    x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
+    stream = stream_of(tokenizer, texts(6542))
+    assert x[:1234].tolist() == stream[:1234] and y[:1234].tolist() == stream[1:1235]
+    assert (y[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
 
 
 def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys):
