@@ -16,7 +16,6 @@ executed or unpickled.
 from __future__ import annotations
 
 import argparse
-import atexit
 import base64
 import dataclasses
 import errno
@@ -28,7 +27,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -266,7 +264,7 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
     """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
 
-    Train windows come shuffled, those of val in order. A batch is valid until the next but one is asked for.
+    Train windows come shuffled, those of val in order.
     """
     import torch
 
@@ -274,83 +272,19 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
     stream = TokenStream(tokenizer, split)
     if len(stream) <= T:
         raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
-    order = windows(len(stream), T, shuffle=split == "train")
 
-    def fill(batch) -> int:
-        """Writes the next batch to (2, B, T) int64, x and y; returns its epoch."""
-        for x, y in zip(*batch.numpy(), strict=True):
-            start, epoch = next(order)
-            tokens = stream.read(start, T + 1)
-            x[:], y[:] = tokens[:-1], tokens[1:]
-        return epoch
-
-    def plain() -> Iterator:
+    def batches() -> Iterator:
+        order = windows(len(stream), T, shuffle=split == "train")
         while True:
-            batch = torch.empty(2, B, T, dtype=torch.int64)
-            epoch = fill(batch)
-            yield *batch, epoch
+            # Pinned memory is copied while the GPU computes, and PyTorch reuses it once the copy is done
+            batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
+            for x, y in zip(*batch.numpy(), strict=True):
+                start, epoch = next(order)
+                tokens = stream.read(start, T + 1)
+                x[:], y[:] = tokens[:-1], tokens[1:]
+            yield *batch.to(device, non_blocking=True), epoch
 
-    return prefetched(fill, (2, B, T), device) if device.type == "cuda" else plain()
-
-
-def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
-    """A thread fills pinned buffers and copies them to the GPU on a stream of its own, a batch ahead.
-
-    Of three slots the caller may still read two while the third is filled. Events order the streams, so that the host
-    waits for none: a copy waits for the kernels that read the slot before, the caller's kernels wait for the copy.
-    """
-    import torch
-
-    class Slot:
-        def __init__(self):
-            self.host = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            self.batch = torch.empty(shape, dtype=torch.int64, device=device)
-            self.copied, self.released = torch.cuda.Event(), torch.cuda.Event()
-
-    free, ready, used = queue.SimpleQueue(), queue.SimpleQueue(), deque()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # whoever used the slots' memory before is done with it
-    for _ in range(3):
-        free.put(Slot())
-
-    def work() -> None:
-        try:
-            while slot := free.get():
-                slot.copied.synchronize()  # its pinned buffer has been read
-                epoch = fill(slot.host)
-                with torch.cuda.stream(stream):
-                    stream.wait_event(slot.released)
-                    slot.batch.copy_(slot.host, non_blocking=True)
-                    slot.copied.record(stream)
-                ready.put((slot, epoch, None))
-        except BaseException as error:  # or the caller would wait for ever
-            ready.put((None, 0, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        free.put(None)
-        thread.join()
-
-    atexit.register(stop)  # a thread that is inside of CUDA when the interpreter ends would abort the process
-    try:
-        while True:
-            slot, epoch, error = ready.get()
-            if error:
-                raise error
-            torch.cuda.current_stream(device).wait_event(slot.copied)
-            used.append(slot)
-            yield *slot.batch, epoch
-            if len(used) == 2:
-                slot = used.popleft()
-                slot.released.record(torch.cuda.current_stream(device))
-                free.put(slot)
-    finally:
-        atexit.unregister(stop)
-        if not sys.is_finalizing():  # or it has stopped already, and CUDA may be gone
-            stop()
-            stream.synchronize()  # no copy may land in memory that was given back
+    return batches()
 
 
 # ------------------------------------------------------------------------------------------------------------------ log

@@ -261,18 +261,6 @@ def test_gpu_batches_equal_cpu_batches_while_the_gpu_lags_behind(tokenizer):
     assert wrong.item() == 0
 
 
-@pytest.mark.gpu
-def test_gpu_loader_thread_ends_with_its_generator(tokenizer):
-    import threading
-
-    before = threading.active_count()
-    loader = make_dataloader(tokenizer, 8, 128, "train", "cuda")
-    next(loader)
-    assert threading.active_count() == before + 1
-    del loader
-    assert threading.active_count() == before
-
-
 # Metric
 
 
