@@ -270,13 +270,11 @@ class GPT(nn.Module):
         for table in self.ngram_embeds:
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
+        for name, p in self.blocks.named_parameters():
+            if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
+                scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
+                nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
-            for linear in (block.attn.c_qkv, block.mlp.c_fc):
-                nn.init.uniform_(linear.weight, -bound * INIT_SCALE, bound * INIT_SCALE)
-            for linear in (block.attn.c_proj, block.mlp.c_proj, block.attn.gate):
-                nn.init.zeros_(linear.weight)  # every block starts as the identity
-            if block.attn.value_embed is not None:
-                nn.init.uniform_(block.attn.value_embed.weight, -bound, bound)
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
         requantize(self)
@@ -443,14 +441,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
 
     @torch.no_grad()
-    def forget_tables(self) -> None:
-        """Sparse tables start over: they know text by heart, which misleads the model when it comes again."""
-        for group in self.param_groups:
-            if group["kind"] == "sparse":
-                for tensor in (*group["params"], *group["state"]):
-                    tensor.zero_()
-
-    @torch.no_grad()
     def step(self):
         """One update from p.grad; learning rates, decays and momenta are read from the groups."""
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # by GradScaler
@@ -598,8 +588,9 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(config.total_batch_size, loss, epoch)
         before, epochs_left = epochs_left, clock.tokens_left() // (0.98 * epoch_tokens)
-        if epochs_left < before < math.inf:  # so that tables never see the same text twice
-            optimizer.forget_tables()
+        if epochs_left < before < math.inf:
+            for table in model.ngram_embeds:  # start over: they know text by heart and must not see it twice
+                nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.is_enabled() and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
@@ -608,7 +599,7 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         "mfu_percent": f"{100 * flops / (gpu.peak_flops or math.inf):.2f}",
         "depth": config.depth,
         "numerics": f"{model.dtype}/{'fa3' if model.blocks[0].attn.flash else 'sdpa'}".removeprefix("torch."),
-        "skipped_steps": int(optimizer.num_skipped),
+        "skipped_steps": int(getattr(optimizer, "num_skipped", 0)),
     }
 
 

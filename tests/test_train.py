@@ -302,25 +302,19 @@ def test_ngrams_tell_successions_of_tokens_apart():
 
 
 @pytest.mark.parametrize(("epochs", "forgets"), [(0.97, []), (1.5, [9]), (2.5, [6, 16])])
-def test_tables_forget_when_whole_epochs_are_left(monkeypatch, tokenizer, epochs, forgets):
-    calls = []
-    monkeypatch.setattr(train.MuonAdamW, "forget_tables", lambda self: calls.append(self.steps.item()))
+def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, forgets):
+    real, calls = torch.nn.init.zeros_, []
+
+    def zeros_(tensor):
+        if clock.steps:
+            calls.append((clock.steps, tensor.any().item(), tuple(tensor.shape)))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.nn.init, "zeros_", zeros_)
     monkeypatch.setattr(prepare.TokenStream, "__len__", lambda self: int(128 * 25 / epochs / 0.98) - 1)
-    run_loop(tokenizer, Clock(tokens=128 * 25), monkeypatch)
-    assert calls == forgets
-
-
-def test_forgetting_clears_tables_and_their_moments_and_nothing_else():
-    model, optimizer = build()
-    train_a_little(model)
-    train.train_step(model, optimizer, train.make_scaler(model), batches())
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert model.ngram_embeds[0].weight.any()
-    optimizer.forget_tables()
-    for name, p in model.named_parameters():
-        assert not p.any() if "ngram" in name else torch.equal(p, tensors[name])
-    (group,) = (group for group in optimizer.param_groups if group["kind"] == "sparse")
-    assert not any(moment.any() for moment in group["state"])
+    clock = Clock(tokens=128 * 25)
+    run_loop(tokenizer, clock, monkeypatch)
+    assert calls == [(step, True, (TINY.ngram_rows, TINY.n_embd)) for step in forgets for _ in train.NGRAMS]
 
 
 def test_it_trains_without_n_grams_too(monkeypatch):
