@@ -35,6 +35,15 @@ SHIFTED = pytest.mark.xfail(
 PIECES = [pytest.param(name, marks=[SHIFTED] if "shifted" in name else []) for name in TABLES]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from more, and threads wait for busy neighbours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # -- Adapters: all that this file knows about train.py's names
 
 
@@ -96,12 +105,7 @@ def kind_of(name: str) -> str:
 def lively(model) -> dict[str, torch.Tensor]:
     """Draws weights far from their initial values; returns them in float64, with gradients."""
     generator = torch.Generator().manual_seed(0)
-    scales = {
-        "lm_head": 1.5,
-        "x0_lambdas": 0.7,
-        "residual_lambdas": 0.7,
-        "gate": 0.3,
-    }  # the rest keeps its width's norm
+    scales = {"lm_head": 1.5, "x0_lambdas": 0.5, "residual_lambdas": 0.3, "gate": 0.3}  # of the rest: by their width
     weights = {}
     for name, p in named_weights(model).items():
         kind = kind_of(name)
@@ -127,6 +131,21 @@ def relative_error(value, expected) -> float:
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
+def assert_gradients_agree(model, weights, tolerance: float) -> None:
+    """No gradient is missing, and none is zero.
+
+    Errors are relative to the gradients of that kind of weight in all layers: one scalar's may happen to be near zero.
+    """
+    for kind in {kind_of(name) for name in weights}:
+        pairs = [
+            (p.grad.to_dense(), weights[name].grad) for name, p in named_weights(model).items() if kind_of(name) == kind
+        ]
+        size = math.hypot(*(expected.norm() for _, expected in pairs))
+        for grad, expected in pairs:
+            assert 1e-3 < expected.norm(), f"{kind}: the reference does not use it"
+            assert (grad.double() - expected).norm() < tolerance * size, kind
+
+
 def assert_agrees(layers, model, sliding=False) -> None:
     """Logits, loss and the gradient of every parameter, against float64; no gradient is missing, and none is zero."""
     weights, tokens = lively(model), random_tokens()
@@ -139,9 +158,7 @@ def assert_agrees(layers, model, sliding=False) -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     loss.backward()
     expected.backward()
-    for name, p in named_weights(model).items():
-        assert weights[name].grad.norm() > 1e-3, f"{name}: the reference does not use it"
-        assert relative_error(p.grad.to_dense(), weights[name].grad) < 1e-4, name
+    assert_gradients_agree(model, weights, 1e-4)
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -190,9 +207,8 @@ def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype,
     assert relative_error(logits, expected) < tolerance
     loss.backward()
     reference_losses(expected, y).mean().backward()
-    for name, p in named_weights(model).items():
-        assert p.dtype == p.grad.dtype == torch.float32
-        assert relative_error(p.grad.to_dense(), weights[name].grad) < 2 * tolerance, name
+    assert_gradients_agree(model, weights, 2 * tolerance)
+    assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {torch.float32}
 
 
 def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scales(monkeypatch):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +66,14 @@ class Run:
 
     steps: list["Step"] = field(default_factory=list)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # weights when the clock started
-    final: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
     evaluated: list[tuple[int, ...]] = field(default_factory=list)  # shapes of the batches that were scored
     model: torch.nn.Module = None
     out: str = ""
+
+    @property
+    def final(self) -> dict[str, torch.Tensor]:
+        """Weights after the last step."""
+        return self.steps[-1].weights
 
     @property
     def summary(self) -> dict[str, str]:
@@ -87,6 +91,8 @@ class Step:
     number: int
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    gradient: torch.Tensor = None  # of the head, as the optimizer got it
+    weights: dict[str, torch.Tensor] = None  # that the step has left
 
 
 def settings(**changes):
@@ -126,8 +132,11 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
                 return loss
 
             def on_step(optimizer, *args):
+                if training:
+                    record.steps[-1].gradient = record.model.head.weight.grad.clone()
                 step(optimizer, *args)
-                record.final = weights_of(record.model)
+                if training:
+                    record.steps[-1].weights = weights_of(record.model)
 
             def on_schedules(optimizer, progress, number):
                 record.steps.append(Step(progress, number))
@@ -193,6 +202,13 @@ def freshly_built(config, tokenizer, seed: int) -> dict[str, torch.Tensor]:
     return weights_of(train.build_model(config, tokenizer.get_vocab_size(), None))
 
 
+def with_weights(model, weights: dict[str, torch.Tensor]):
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        p.data, p.grad = weights[name], None
+    return model
+
+
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
@@ -219,10 +235,8 @@ def bits_per_byte(model, tokenizer) -> float:
 
 
 def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_step_left_them(plain, tokenizer):
-    model = copy.deepcopy(plain.model)
-    for name, p in model.named_parameters():
-        p.data = plain.final[name]
-    assert float(plain.summary["val_bpb"]) == pytest.approx(bits_per_byte(model, tokenizer), abs=2e-5)
+    expected = bits_per_byte(with_weights(plain.model, plain.final), tokenizer)
+    assert float(plain.summary["val_bpb"]) == pytest.approx(expected, abs=2e-5)
 
 
 # -- Steps
@@ -236,6 +250,15 @@ def test_a_step_accumulates_device_batches_to_its_total_batch(run, device_batch,
     assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
     assert record.summary["num_steps"] == "5"
     assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+
+
+def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
+    for before, step in pairwise(plain.steps):
+        model = with_weights(plain.model, before.weights)
+        x, y = (torch.cat(part) for part in zip(*step.batches, strict=True))
+        model(x, y).backward()
+        expected = model.head.weight.grad
+        assert (step.gradient - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_is(plain, run):
