@@ -15,7 +15,11 @@ GATE_CHANNELS = 32  # input channels that feed the head gates
 
 @dataclass(frozen=True)
 class Layer:
-    """Sliding: a position sees `window` earlier ones. Else it sees those of its own piece: cuts at shift + n window."""
+    """Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`.
+
+    A shift puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where
+    the window holds the whole sequence, there is one piece and no shift.
+    """
 
     window: int
     shift: int = 0
@@ -35,13 +39,13 @@ def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def first_key(model: Model, layer: Layer, t: int) -> int:
-    """The earliest position that position t attends to; the latest is t."""
+def seen(model: Model, layer: Layer, t: int, T: int) -> tuple[int, int]:
+    """How many zeros position t attends to, and the earliest of the positions before it that it attends to."""
     if model.sliding:
-        return max(0, t - layer.window)
-    if t < layer.shift:
-        return 0
-    return t - (t - layer.shift) % layer.window
+        return 0, max(0, t - layer.window)
+    shift = layer.shift if layer.window < T else 0
+    begin = (t + shift) // layer.window * layer.window - shift  # of its piece
+    return max(0, -begin), max(0, begin)
 
 
 def ngram_row(tokens: list[int], t: int, n: int, rows: int) -> int:
@@ -75,7 +79,7 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
         mine = slice(h * D, (h + 1) * D)
         values = v[:, mine]
         if layer.value_embed:
-            values = values + gates[:, n_head + h, None] * weights[f"value_embed.{i}"][tokens][:, mine]
+            values = values + gates[:, n_head + h, None] * weights[f"block.{i}.value_embed"][tokens][:, mine]
         queries = rotate(rms_norm(q[:, mine]), model.rope_base)
         keys = rotate(rms_norm(k[:, mine]), model.rope_base)
         # The slow half of the frequencies is the previous token's key, rotated where it stood; nothing at the beginning
@@ -83,9 +87,10 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
         keys = torch.cat([keys[:, : D // 4], before[:, D // 4 :]], dim=1)
         rows = []
         for t in range(T):
-            seen = slice(first_key(model, layer, t), t + 1)
-            scores = (queries[t] * keys[seen].conj()).real.sum(-1) / math.sqrt(D)
-            rows.append(torch.softmax(scores, 0) @ values[seen])
+            zeros, first = seen(model, layer, t, T)
+            scores = (queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)
+            weights_of_keys = scores.exp() / (zeros + scores.exp().sum())  # exp(0) for each zero
+            rows.append(weights_of_keys @ values[first : t + 1])
         heads.append(gates[:, h, None] * torch.stack(rows))
     return torch.cat(heads, dim=1) @ weights[f"block.{i}.attn_out"].T
 
@@ -93,9 +98,9 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits (T, V) of one sequence.
 
-    weights, in float64: embed (V, C), ngram.n (rows, C), value_embed.i (V, C), residual_lambdas, x0_lambdas (depth,),
-    lm_head (V, C), and of each block i: qkv (3C, C), gate (H or 2H, GATE_CHANNELS), attn_out (C, C), mlp_in (4C, C),
-    mlp_out (C, 4C).
+    weights, in float64: embed (V, C), ngram.n (rows, C), lm_head (V, C), and of each block i, as block.i.qkv and so on:
+    qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
+    mlp_out (C, 4C), residual_lambda (), x0_lambda ().
     """
     embedded = weights["embed"][tokens]
     for name in weights:
@@ -104,7 +109,7 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
             embedded = embedded + table[[ngram_row(tokens, t, n, len(table)) for t in range(len(tokens))]]
     x = x0 = rms_norm(embedded)
     for i in range(len(model.layers)):
-        x = weights["residual_lambdas"][i] * x + weights["x0_lambdas"][i] * x0
+        x = weights[f"block.{i}.residual_lambda"] * x + weights[f"block.{i}.x0_lambda"] * x0
         x = x + attention(model, weights, i, x, tokens)
         x = x + torch.relu(rms_norm(x) @ weights[f"block.{i}.mlp_in"].T) ** 2 @ weights[f"block.{i}.mlp_out"].T
     return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head"].T / model.softcap)

@@ -4,6 +4,8 @@ Each class holds the state of one parameter; `step` changes it in place. It shar
 that changes the optimizer is not asked to agree with it: delete test_reference_optimizer.py there.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,25 +38,24 @@ class SparseAdam:
     """Adam without momentum and with one second moment per row; only rows that the step's batches look up move."""
 
     def __init__(self, p: Tensor):
-        self.p, self.v, self.steps = p, torch.zeros(len(p), dtype=torch.float64), 0
+        self.p, self.v = p, {}
 
     def step(self, lookups: list[tuple[int, Tensor]], lr: float, beta2: float) -> None:
         """lookups: row and gradient of each look-up; those of one row add up before they are squared."""
-        self.steps += 1
         grads: dict[int, Tensor] = {}
         for row, grad in lookups:
             grads[row] = grads.get(row, 0) + grad
         for row, grad in grads.items():
-            self.v[row] = beta2 * self.v[row] + (1 - beta2) * grad.square().mean()
-            corrected = self.v[row] / (1 - beta2**self.steps)  # bias correction: by the steps of the optimizer
-            self.p[row] -= lr * grad / (corrected.sqrt() + 1e-10)
+            square = grad.square().mean()
+            self.v[row] = beta2 * self.v.get(row, square) + (1 - beta2) * square  # the first one counts in full
+            self.p[row] -= lr * grad / (self.v[row].sqrt() + 1e-10)
 
 
 class Muon:
     """Muon (https://kellerjordan.github.io/posts/muon) with NorMuon's second moment and cautious weight decay.
 
-    p (R, C) counts as squares, one after the other along its longer side, each with an orthogonalized update of its
-    own; the rows whose second moments NorMuon evens out are those along the longer side.
+    p (R, C). Where one side is a multiple of the other, the squares along the longer side are orthogonalized each by
+    itself, else the whole matrix; the norm of the update is lr sqrt(R) in all. NorMuon evens out the longer side.
     """
 
     def __init__(self, p: Tensor):
@@ -66,10 +67,10 @@ class Muon:
         nesterov = momentum * self.momentum + (1 - momentum) * grad
         wide = self.p.size(0) < self.p.size(1)
         p, nesterov = (self.p.T, nesterov.T) if wide else (self.p, nesterov)  # p is a view
-        side = p.size(1)
-        rate = lr * min(1.0, self.p.size(0) / self.p.size(1)) ** 0.5
-        for first in range(0, p.size(0), side):
-            rows = slice(first, first + side)
+        long, short = p.shape
+        parts = long // short if long % short == 0 else 1
+        rate = lr * math.sqrt(self.p.size(0) / (parts * short))  # an orthogonalized part has the norm sqrt(short)
+        for rows in torch.arange(long).chunk(parts):
             update = orthogonalized(nesterov[rows])
             self.moments[rows] = 0.95 * self.moments[rows] + 0.05 * update.square().mean(1)
             even = update / self.moments[rows, None].clamp_min(1e-10).sqrt()

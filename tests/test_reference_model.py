@@ -13,26 +13,13 @@ from reference_model import Layer
 
 import train
 
-VOCAB, ROWS, SEQ_LEN, WINDOW, WIDTH, HEAD_DIM, BATCH = 40, 64, 24, 8, 48, 16, 2
+VOCAB, ROWS, SEQ_LEN, WIDTH, HEAD_DIM, BATCH = 40, 64, 24, 48, 16, 2
 FULL = SEQ_LEN
 
 TABLES = {
-    "two kinds of window": (Layer(FULL), Layer(WINDOW, value_embed=True), Layer(FULL), Layer(FULL, value_embed=True)),
-    "one shifted": (Layer(WINDOW, value_embed=True), Layer(WINDOW, WINDOW // 2), Layer(FULL, value_embed=True)),
-    "shifted and whole": (
-        Layer(WINDOW, value_embed=True),
-        Layer(FULL),
-        Layer(WINDOW, value_embed=True),
-        Layer(WINDOW, WINDOW // 2),
-        Layer(FULL, value_embed=True),
-    ),
+    "cuts in one place": (Layer(FULL), Layer(8, value_embed=True), Layer(12), Layer(FULL, value_embed=True)),
+    "shifted cuts": (Layer(8, value_embed=True), Layer(12, 3), Layer(8, 4, value_embed=True), Layer(FULL, FULL // 2)),
 }
-SHIFTED = pytest.mark.xfail(
-    strict=True,
-    reason="zeros in front of a shifted layer's first piece take part in its softmax, so the first S tokens attend to"
-    " padding; they are to be a piece of their own, padded behind",
-)
-PIECES = [pytest.param(name, marks=[SHIFTED] if "shifted" in name else []) for name in TABLES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,31 +34,29 @@ def one_thread():
 # -- Adapters: all that this file knows about train.py's names
 
 
-def config(layers: tuple[Layer, ...], monkeypatch, sliding: bool = False, dtype: torch.dtype = torch.float32):
+def config(layers: tuple[Layer, ...], monkeypatch) -> train.Config:
     """A tiny configuration with this table of layers."""
-    monkeypatch.setattr(train, "WINDOW_PATTERN", "".join("S" if layer.window < FULL else "L" for layer in layers))
-    return dataclasses.replace(
-        train.PLATFORMS["cpu"], dtype=dtype, attention="fa3" if sliding else "sdpa", depth=len(layers), n_embd=WIDTH,
-        head_dim=HEAD_DIM, seq_len=SEQ_LEN, window=WINDOW, device_batch=BATCH, total_batch=BATCH * SEQ_LEN,
-        ngram_rows=ROWS,
-    )  # fmt: skip
+    table = [train.Layer(**dataclasses.asdict(layer)) for layer in layers]
+    monkeypatch.setattr(train, "layers", lambda config: table)
+    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB)
 
 
-def build(config, flash=None):
+def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
     """A model with its initial weights."""
-    return train.build_model(config, VOCAB, flash)
+    model = train.GPT(config, dtype, sliding_windows if sliding else None)
+    model.init_weights()
+    return model
 
 
-def named_weights(model) -> dict[str, torch.nn.Parameter]:
+def named_weights(model: train.GPT) -> dict[str, torch.nn.Parameter]:
     """Every parameter under the name that the reference gives it."""
-    names = {"embed": model.embed.weight, "lm_head": model.head.weight}
-    names |= {"residual_lambdas": model.residual_lambdas, "x0_lambdas": model.x0_lambdas}
+    names = {"embed": model.embed.weight, "lm_head": model.lm_head.weight}
     names |= {f"ngram.{table.n}": table.weight for table in model.ngram_embeds}
-    names |= {f"value_embed.{i}": table.weight for i, table in model.value_embeds.items()}
     for i, block in enumerate(model.blocks):
-        linears = {"qkv": block.attn.c_qkv, "attn_out": block.attn.c_proj, "gate": block.attn.gate}
-        linears |= {"mlp_in": block.mlp.c_fc, "mlp_out": block.mlp.c_proj}
-        names |= {f"block.{i}.{name}": linear.weight for name, linear in linears.items()}
+        modules = {"qkv": block.attn.c_qkv, "attn_out": block.attn.c_proj, "gate": block.attn.gate}
+        modules |= {"mlp_in": block.mlp.c_fc, "mlp_out": block.mlp.c_proj, "value_embed": block.attn.value_embed}
+        names |= {f"block.{i}.{name}": module.weight for name, module in modules.items() if module is not None}
+        names |= {f"block.{i}.residual_lambda": block.residual_lambda, f"block.{i}.x0_lambda": block.x0_lambda}
     assert {id(p) for p in names.values()} == {id(p) for p in model.parameters()}, "a parameter has no name here"
     return names
 
@@ -83,18 +68,14 @@ def reference_of(layers: tuple[Layer, ...], sliding: bool = False) -> reference.
 # -- A model whose every part counts, and its reference
 
 
-class SlidingWindows:
-    """In place of FlashAttention-3's module: causal attention to `window_size[0]` earlier positions, in plain torch."""
-
-    @staticmethod
-    def flash_attn_func(q, k, v, causal, window_size):
-        """(B, T, H, D) each."""
-        assert causal and window_size[1] == 0
-        at = torch.arange(q.size(1))
-        distance = at[:, None] - at
-        seen = (distance >= 0) & (distance <= window_size[0])
-        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.size(-1))
-        return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+def sliding_windows(q, k, v, causal, window_size):
+    """In place of FlashAttention-3: each position sees window_size[0] earlier ones. (B, T, H, D) each."""
+    assert causal and window_size[1] == 0
+    at = torch.arange(q.size(1))
+    distance = at[:, None] - at
+    seen = (distance >= 0) & (distance <= window_size[0])
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.size(-1))
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
 def kind_of(name: str) -> str:
@@ -105,12 +86,12 @@ def kind_of(name: str) -> str:
 def lively(model) -> dict[str, torch.Tensor]:
     """Draws weights far from their initial values; returns them in float64, with gradients."""
     generator = torch.Generator().manual_seed(0)
-    scales = {"lm_head": 1.5, "x0_lambdas": 0.5, "residual_lambdas": 0.3, "gate": 0.3}  # of the rest: by their width
+    scales = {"lm_head": 1.5, "x0_lambda": 0.5, "residual_lambda": 0.3, "gate": 0.3}  # of the rest: by their width
     weights = {}
     for name, p in named_weights(model).items():
         kind = kind_of(name)
-        scale = scales.get(kind, 1.0 if "embed" in kind or kind == "ngram" else 1.5 * p.size(-1) ** -0.5)
-        p.data = (kind == "residual_lambdas") + scale * torch.randn(p.shape, generator=generator)
+        scale = scales.get(kind, 1.0 if "embed" in kind or kind == "ngram" else 1.5 * p.shape[-1:].numel() ** -0.5)
+        p.data = (kind == "residual_lambda") + scale * torch.randn(p.shape, generator=generator)
         weights[name] = p.detach().double().requires_grad_()
     return weights
 
@@ -137,9 +118,7 @@ def assert_gradients_agree(model, weights, tolerance: float) -> None:
     Errors are relative to the gradients of that kind of weight in all layers: one scalar's may happen to be near zero.
     """
     for kind in {kind_of(name) for name in weights}:
-        pairs = [
-            (p.grad.to_dense(), weights[name].grad) for name, p in named_weights(model).items() if kind_of(name) == kind
-        ]
+        pairs = [(p.grad, weights[name].grad) for name, p in named_weights(model).items() if kind_of(name) == kind]
         size = math.hypot(*(expected.norm() for _, expected in pairs))
         for grad, expected in pairs:
             assert 1e-3 < expected.norm(), f"{kind}: the reference does not use it"
@@ -161,28 +140,28 @@ def assert_agrees(layers, model, sliding=False) -> None:
     assert_gradients_agree(model, weights, 1e-4)
 
 
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", TABLES)
 def test_logits_and_gradients_of_attention_in_pieces_are_those_of_the_formulas(name, monkeypatch):
     assert_agrees(TABLES[name], build(config(TABLES[name], monkeypatch)))
 
 
-@pytest.mark.parametrize("name", ["two kinds of window", "shifted and whole"])
+@pytest.mark.parametrize("name", TABLES)
 def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name, monkeypatch):
     """A shift moves the cuts between pieces, and windows that slide have none."""
-    model = build(config(TABLES[name], monkeypatch, sliding=True), SlidingWindows)
+    model = build(config(TABLES[name], monkeypatch), sliding=True)
     assert_agrees(TABLES[name], model, sliding=True)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_a_shorter_sequence_gets_the_logits_of_its_own_length(sliding, monkeypatch):
-    layers = TABLES["two kinds of window"]
-    model = build(config(layers, monkeypatch, sliding), SlidingWindows if sliding else None)
-    weights, x = lively(model), random_tokens(WINDOW)
+    layers = TABLES["shifted cuts"]
+    model = build(config(layers, monkeypatch), sliding)
+    weights, x = lively(model), random_tokens(8)
     assert relative_error(model(x), reference_logits(layers, weights, x, sliding)) < 1e-4
 
 
 def test_losses_are_minus_log_softmax_and_an_ignored_target_counts_nothing(monkeypatch):
-    layers = TABLES["two kinds of window"]
+    layers = TABLES["cuts in one place"]
     model = build(config(layers, monkeypatch))
     weights, tokens = lively(model), random_tokens()
     x, y = tokens[:, :-1], tokens[:, 1:].clone()
@@ -197,8 +176,8 @@ def test_losses_are_minus_log_softmax_and_an_ignored_target_counts_nothing(monke
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
 def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype, tolerance, monkeypatch):
     """Parameters, their gradients, logits and loss stay fp32."""
-    layers = TABLES["two kinds of window"]
-    model = build(config(layers, monkeypatch, dtype=dtype))
+    layers = TABLES["cuts in one place"]
+    model = build(config(layers, monkeypatch), dtype=dtype)
     weights, tokens = lively(model), random_tokens()
     x, y = tokens[:, :-1], tokens[:, 1:]
     expected = reference_logits(layers, weights, x)
@@ -212,12 +191,12 @@ def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype,
 
 
 def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scales(monkeypatch):
-    layers = TABLES["shifted and whole"]
+    layers = TABLES["shifted cuts"]
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
     monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
     weights = named_weights(build(config(layers, monkeypatch)))
-    constant = {"residual_lambdas": 1.0, "x0_lambdas": 0.07, "ngram": 0.0, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
+    constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "ngram": 0.0, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
     uniform = {"value_embed": WIDTH**-0.5, "qkv": 0.5 * WIDTH**-0.5, "mlp_in": 0.5 * WIDTH**-0.5}  # standard deviation
     normal = {"embed": 1.0, "lm_head": 0.001}
     for name, p in weights.items():
@@ -230,3 +209,11 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
         assert p.std().item() == pytest.approx(std, rel=5 * p.numel() ** -0.5), name
         bounded = p.abs().max() <= 3**0.5 * std * 1.0001
         assert bounded if kind in uniform else not bounded, f"{name} is drawn from another distribution"
+
+
+def test_layers_are_counted_from_the_last_one_which_sees_the_whole_context():
+    """Of every five, four have the short window. Every other one has a value embedding, the rest are shifted."""
+    table = train.layers(train.Config(6, WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB))
+    assert [layer.window for layer in table] == [FULL, 8, 8, 8, 8, FULL]
+    assert [layer.value_embed for layer in table] == [False, True, False, True, False, True]
+    assert [layer.shift for layer in table if layer.window == 8] == [0, 4, 0, 4]

@@ -88,88 +88,90 @@ class Run:
 
 @dataclass
 class Step:
-    progress: float  # and number, which its schedules were set for
+    progress: float  # that its schedules were set for
     number: int
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    gradient: torch.Tensor = None  # of the head, as the optimizer got it
+    gradient: torch.Tensor = None  # of lm_head, as the optimizer got it
     weights: dict[str, torch.Tensor] = None  # that the step has left
 
 
-def settings(**changes):
+def settings(**changes) -> train.Config:
     """A tiny configuration: four device batches of two sequences to a step."""
-    tiny = dict(depth=2, n_embd=64, head_dim=32, seq_len=T, window=T, device_batch=2, total_batch=8 * T, ngram_rows=512)
-    return dataclasses.replace(train.PLATFORMS["cpu"], **tiny | changes)
+    return dataclasses.replace(train.Config(2, 64, 32, T, T, 2, 8 * T, 512), **changes)
 
 
-def weights_of(model) -> dict[str, torch.Tensor]:
+def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
 def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
-    """Runs train.py's command line for so many tokens; `edit` is called with a MonkeyPatch that ends with the run."""
+    """Runs train.py's command line for so many tokens."""
 
-    def run(tokens: int, *args: str, config=None, memory: int | None = None, edit=lambda patch: None) -> Run:
+    def run(tokens: int, *args: str, config=None, dtype=torch.float32, memory=math.inf, warm_up=True) -> Run:
         """memory: sequences in one device batch that do not fit any longer."""
         record, training, out = Run(), [], io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, signals_restored():
-            init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
-            start, stop, set_schedules = train.Clock.start, train.Clock.stop, train.set_schedules
+        init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
+        start, stop, set_schedules = prepare.Clock.start, prepare.Clock.stop, train.set_schedules
 
-            def on_init(model, *args):
-                record.model = model
-                init(model, *args)
+        def on_init(model, *args):
+            record.model = model
+            init(model, *args)
 
-            def on_forward(model, idx, targets=None, reduction="mean"):
-                if memory is not None and len(idx) >= memory:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                loss = forward(model, idx, targets, reduction)
-                if reduction == "none":
-                    record.evaluated.append(tuple(idx.shape))
-                elif training:
-                    record.steps[-1].batches.append((idx.clone(), targets.clone()))
-                    record.steps[-1].losses.append(loss.item())
-                return loss
+        def on_forward(model, idx, targets=None, reduction="mean"):
+            if len(idx) >= memory:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            loss = forward(model, idx, targets, reduction)
+            if reduction == "none":
+                record.evaluated.append(tuple(idx.shape))
+            elif training:
+                record.steps[-1].batches.append((idx.clone(), targets.clone()))
+                record.steps[-1].losses.append(loss.item())
+            return loss
 
-            def on_step(optimizer, *args):
-                if training:
-                    record.steps[-1].gradient = record.model.head.weight.grad.clone()
-                step(optimizer, *args)
-                if training:
-                    record.steps[-1].weights = weights_of(record.model)
+        def on_step(optimizer):
+            if training:
+                record.steps[-1].gradient = record.model.lm_head.weight.grad.clone()
+            step(optimizer)
+            if training:
+                record.steps[-1].weights = weights_of(record.model)
 
-            def on_schedules(optimizer, progress, number):
+        def on_schedules(optimizer, progress, number):
+            if training:
                 record.steps.append(Step(progress, number))
-                set_schedules(optimizer, progress, number)
+            set_schedules(optimizer, progress, number)
 
-            def on_start(clock):
-                record.initial = weights_of(record.model)
-                training.append(True)
-                start(clock)
+        def on_start(clock):
+            record.initial = weights_of(record.model)
+            training.append(True)
+            start(clock)
 
-            def on_stop(clock):
-                training.clear()
-                return stop(clock)
+        def on_stop(clock):
+            training.clear()
+            return stop(clock)
 
+        folder = tmp_path_factory.mktemp("run")
+        with pytest.MonkeyPatch.context() as patch, signals_restored():
             patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
-            patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
-            edit(patch)
+            patch.setattr(prepare, "RESULTS", folder / "results.tsv")
+            patch.setattr(prepare, "WEIGHTS", folder / "model.safetensors")
             patch.setattr(train.GPT, "__init__", on_init)
             patch.setattr(train.GPT, "forward", on_forward)
             patch.setattr(train.MuonAdamW, "step", on_step)
             patch.setattr(train, "set_schedules", on_schedules)
-            patch.setattr(train.Clock, "start", on_start)
-            patch.setattr(train.Clock, "stop", on_stop)
-            patch.setitem(train.PLATFORMS, "cpu", config or settings())
-            patch.setattr(train, "CHECKPOINT", tmp_path_factory.mktemp("run") / "model.safetensors")
+            patch.setattr(prepare.Clock, "start", on_start)
+            patch.setattr(prepare.Clock, "stop", on_stop)
+            patch.setattr(train, "SIZES", ((0, config or settings()),))
+            patch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
+            if not warm_up:
+                patch.setattr(train, "warm_up", lambda model: None)
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            for switch in ("enable_flash_sdp", "enable_cudnn_sdp", "enable_math_sdp"):  # they would outlast the run
-                patch.setattr(torch.backends.cuda, switch, lambda on: None)
-            patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+            patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast the run
+            patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
             patch.setattr(sys, "argv", ["train.py", "--tokens", str(tokens), *args])
             with redirect_stdout(out):
-                train.main()
+                prepare.run(train.train, train.build_model)
         record.out = out.getvalue()
         return record
 
@@ -193,17 +195,15 @@ def signals_restored():
             signal.signal(number, handler)
 
 
-def without_warm_up(patch) -> None:
-    patch.setattr(train, "warm_up", lambda model, optimizer, platform: platform)
-
-
-def freshly_built(config, tokenizer, seed: int) -> dict[str, torch.Tensor]:
-    """The initial weights of a seed, with nothing having happened before."""
+def freshly_built(config: train.Config, tokenizer, seed: int) -> dict[str, torch.Tensor]:
+    """The initial weights of a seed, with nothing having happened between."""
+    model = train.GPT(dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size()), torch.float32)
     torch.manual_seed(seed)
-    return weights_of(train.build_model(config, tokenizer.get_vocab_size(), None))
+    model.init_weights()
+    return weights_of(model)
 
 
-def with_weights(model, weights: dict[str, torch.Tensor]):
+def with_weights(model: train.GPT, weights: dict[str, torch.Tensor]) -> train.GPT:
     model = copy.deepcopy(model)
     for name, p in model.named_parameters():
         p.data, p.grad = weights[name], None
@@ -245,7 +245,7 @@ def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_s
 
 @pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (8, 8, 1), (1, 3, 3)])
 def test_a_step_accumulates_device_batches_to_its_total_batch(run, device_batch, sequences, batches):
-    config = settings(device_batch=device_batch, total_batch=sequences * T)
+    config = settings(device_batch_size=device_batch, total_batch_size=sequences * T)
     record = run(5 * sequences * T, config=config)
     assert [len(step.batches) for step in record.steps] == [batches] * 5
     assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
@@ -258,13 +258,13 @@ def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earli
         model = with_weights(plain.model, before.weights)
         x, y = (torch.cat(part) for part in zip(*step.batches, strict=True))
         model(x, y).backward()
-        expected = model.head.weight.grad
+        expected = model.lm_head.weight.grad
         assert (step.gradient - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_is(plain, run):
-    halved = run(8 * T * 10, "--seed", "7", config=settings(device_batch=8), memory=3)
-    assert halved.out.count("halved") == 2
+    halved = run(8 * T * 10, "--seed", "7", config=settings(device_batch_size=8), memory=3)
+    assert halved.out.count("Out of memory") == 2
     assert torch.equal(halved.text, plain.text) and len(halved.steps) == 10
     assert {batch[0].shape for step in halved.steps for batch in step.batches} == {(2, T)}
     assert set(halved.evaluated) == {(2, T)}, "what did not fit in training is not tried in evaluation"
@@ -289,7 +289,7 @@ def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is
 def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer, monkeypatch):
     ticks = itertools.count(0, 10)
     monkeypatch.setattr(prepare.time, "perf_counter", lambda: next(ticks))  # so every step prints its line
-    record = run(16 * T * 32, config=settings(device_batch=16, total_batch=32 * T))
+    record = run(16 * T * 32, config=settings(device_batch_size=16, total_batch_size=32 * T))
     seen = [tuple(row) for row in record.text[:, 0].tolist()]
     epoch = seen.index(seen[0], 1)
     assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
@@ -312,8 +312,7 @@ def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, token
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16 with a loss scale"])
 def test_a_run_is_bit_for_bit_what_it_is_without_warm_up(run, dtype):
-    config = settings(dtype=dtype)
-    warm, cold = run(8 * T * 4, config=config), run(8 * T * 4, config=config, edit=without_warm_up)
+    warm, cold = (run(8 * T * 4, dtype=dtype, warm_up=warm_up) for warm_up in (True, False))
     assert equal(warm.initial, cold.initial)
     assert equal(warm.final, cold.final)
     assert warm.summary["skipped_steps"] == cold.summary["skipped_steps"]
