@@ -641,8 +641,6 @@ def sample(model, tokenizer: Tokenizer, text: str, tokens: int = 256, temperatur
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache
-
-
 def cache_dir() -> Path:
     return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
 
@@ -691,23 +689,19 @@ def lock(file, patience: float, message: str = "") -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
-
-
 class Tokenizer:
-    """Byte-level BPE. On disk in tiktoken's text format, a line `base64(token) rank` each."""
+    """Byte-level BPE. On disk in tiktoken's text format, one line `base64(token) rank` per token."""
 
     def __init__(self, ranks: dict[bytes, int], fingerprint: bytes = b"", directory: Path | None = None):
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-        self.encoding = tiktoken.Encoding(
-            "autoresearch", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
-        )
+        self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         self.bos_token_id = specials[BOS_TOKEN]
         self.fingerprint = fingerprint  # shards made by another tokenizer are refused
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
-        """None: the dataset prepared last."""
+        """Reads tokenizer.txt from `directory` (None: that of the dataset prepared last)."""
         path = (Path(directory) if directory else current_dataset()) / "tokenizer.txt"
         try:
             if path.stat().st_size > 2**24:
@@ -753,7 +747,10 @@ class Tokenizer:
         return self.bos_token_id
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Ids of a text or of each of a list, after `prepend` (id or name). Special tokens' names in it are text."""
+        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token).
+
+        The names of special tokens are ordinary text when they occur in it.
+        """
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -765,7 +762,7 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
     def token_bytes(self) -> list[int]:
-        """Raw bytes of each token, 0 for special ones. decode() would make 3 bytes of a piece of a character."""
+        """Raw bytes of each token, 0 for special ones. (decode() would turn part of a character into 3 bytes.)"""
         ordinary = range(self.get_vocab_size() - len(SPECIAL_TOKENS))
         return [len(self.encoding.decode_single_token_bytes(i)) for i in ordinary] + [0] * len(SPECIAL_TOKENS)
 
@@ -778,11 +775,11 @@ def get_token_bytes(device="cpu"):
 
 
 # --------------------------------------------------------------------------------------------------------- token shards
-# A header of 128 bytes, then the tokens (uint16), all little-endian. Whatever follows them is ignored: files made by
-# earlier versions of this program end with an index of their documents.
+# A header of 128 bytes, then the tokens as uint16, all little-endian. Earlier versions of this program wrote an index
+# of the documents after the tokens; it is ignored.
 
-MAGIC = b"tokshard\1\0\0\0"  # and version 1
-HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, fingerprint of the tokenizer, tokens' SHA-256
+MAGIC = b"tokshard\1\0\0\0"  # with version 1
+HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
 
 
 @dataclass(frozen=True)
@@ -798,7 +795,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> TokenSha
             if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise ValueError("not a token shard of version 1")
             _, n, tokenizer, checksum = HEADER.unpack(header)
-            if not 0 < n <= (size - HEADER.size) // 2:  # the header's word is not enough
+            if not 0 < n <= (size - HEADER.size) // 2:
                 raise ValueError(f"{size} bytes do not hold {n} tokens")
             if tokenizer != fingerprint:
                 raise ValueError("made by another tokenizer")
@@ -823,10 +820,8 @@ def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = 
 
 
 def no_test_split(directory: Path) -> str:
-    remedy = f"delete {directory / 'train_shards'} and run prepare.py again"
-    if directory.name not in HUB:
-        remedy += f" (5% of train become test, unless you add a {TEST_FILE})"
-    return f"{directory.name} was prepared without a test split; for one, {remedy}"
+    effect = "" if directory.name in HUB else f" (moves 5% of train to test, unless you add a {TEST_FILE})"
+    return f"no test split in {directory} yet: delete {directory / 'train_shards'} and run prepare.py again{effect}"
 
 
 def dataset_id(directory: Path | None = None) -> str:
@@ -840,7 +835,7 @@ def dataset_id(directory: Path | None = None) -> str:
 # ------------------------------------------------------------------------------------------------------ sources of text
 
 HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
-MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's, the last two apart
+MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
 
 
 @dataclass(frozen=True)
@@ -850,10 +845,10 @@ class Part:
     path: Path
     start: int = 0
     stop: int | None = None
-    repo: str = ""  # on the hub, where the file comes from
+    repo: str = ""  # on the hub, if the file has to be downloaded
 
 
-Splits = tuple[list[Part], list[Part], list[Part]]  # train: a token shard per part; val, test: one of all their parts
+Splits = tuple[list[Part], list[Part], list[Part]]  # train (one shard per part), val, test
 
 
 def hub_splits(data: str, num_shards: int | None) -> Splits:
@@ -866,7 +861,7 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
     if data == "climbmix":
         train = [Part(raw / f"shard_{i:05d}.parquet", repo=repo) for i in range(num_shards)]
         return train, [Part(raw / VAL_FILE, repo=repo)], [Part(raw / TEST_FILE, repo=repo)]
-    # one file, cut as its page suggests: the first 10,000 stories for test, the next 10,000 for validation
+    # one file, split as its dataset card suggests: 10,000 stories for test, 10,000 for validation, then train
     stories, size = Part(raw / "tinystories_gpt4_clean.parquet", repo=repo), 250_000
     starts = range(20_000, 20_000 + num_shards * size, size)
     train = [replace(stories, start=start, stop=start + size) for start in starts]
@@ -874,29 +869,29 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
 
 
 def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
-    """Validation: the last file, or the last 5% of the only one. Test: its file, or the last 5% of what remains."""
-    parts = [Part(file, 0, count_documents(file)) for file in files]
+    """Validates on the last file, or the last 5% of a single one. Tests on test_files, or the 5% before validation."""
+    parts = []
+    for file in files:
+        parquet = file.suffix == ".parquet"
+        count = open_parquet(file).metadata.num_rows if parquet else sum(1 for _ in documents(Part(file)))
+        parts.append(Part(file, 0, count))
     total = sum(part.stop for part in parts)
     twentieth = max(1, total // 20)
-    val = total - (parts[-1].stop if len(parts) > 1 else twentieth)  # where it begins
+    val = total - (parts[-1].stop if len(parts) > 1 else twentieth)  # the first document of the split
     test = val - (0 if test_files else twentieth)
-
-    def take(start: int, stop: int) -> list[Part]:
-        taken, before = [], 0
-        for part in parts:
-            first, last = max(0, start - before), min(part.stop, stop - before)
-            if first < last:
-                taken.append(replace(part, start=first, stop=last))
-            before += part.stop
-        return taken
-
     if test < 1:
         raise PrepareError(f"{files[0].parent} has too few documents for train, validation and test: give it more text")
+
+    def take(start: int, stop: int) -> list[Part]:
+        taken = []
+        for part in parts:
+            first, last = max(0, start), min(part.stop, stop)
+            if first < last:
+                taken.append(replace(part, start=first, stop=last))
+            start, stop = start - part.stop, stop - part.stop
+        return taken
+
     return take(0, test)[:num_shards], take(val, total), take(test, val) or [Part(file) for file in test_files]
-
-
-def count_documents(file: Path) -> int:
-    return open_parquet(file).metadata.num_rows if file.suffix == ".parquet" else sum(1 for _ in documents(Part(file)))
 
 
 def documents(part: Part) -> Iterator[str]:
@@ -904,12 +899,12 @@ def documents(part: Part) -> Iterator[str]:
     root = part.path
     if root.suffix == ".parquet":
         return filter(None, parquet_column(part))
-    if root.is_dir():  # modules in the order of their names' hashes, so that each split gets some of all kinds
-        skip = {"site-packages", "dist-packages", "test", "tests"}  # tests: some distributions leave them out
+    if root.is_dir():  # Python modules, ordered by the hash of their names so that each split gets all kinds
+        skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [name for path in root.rglob("*.py") if not skip & set((name := path.relative_to(root)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         texts = ((root / name).read_text("utf-8", errors="replace") for name in names)
-    else:  # a document ends at <|endoftext|>, or at the last line end within 64 Ki characters: a book is many
+    else:  # a document ends at <|endoftext|>, or at the last newline within 64 Ki characters: a book is many
         books = root.read_text("utf-8", errors="replace").split("<|endoftext|>")
         pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n")) for book in books)
         texts = itertools.chain.from_iterable(pieces)
@@ -917,8 +912,6 @@ def documents(part: Part) -> Iterator[str]:
 
 
 def parquet_column(part: Part) -> Iterator[str | None]:
-    import pyarrow as pa
-
     file, row = open_parquet(part.path), 0
     stop = file.metadata.num_rows if part.stop is None else part.stop
     try:
@@ -927,19 +920,18 @@ def parquet_column(part: Part) -> Iterator[str | None]:
             row += len(batch)
             if row >= stop:
                 return
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except Exception as error:
         raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
 
 
 def open_parquet(path: Path):
-    """A pyarrow ParquetFile with a column `text` of strings."""
-    import pyarrow as pa
+    """A pyarrow.parquet.ParquetFile with a string column `text`."""
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
         types = {field.name: str(field.type) for field in file.schema_arrow}
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except Exception as error:
         raise PrepareError(f"{path} is not a parquet file: delete or replace it ({one_line(error)})") from None
     if types.get("text") not in ("string", "large_string"):
         raise PrepareError(f"{path} has no column `text` of strings: rename its text column (it has {types})")
@@ -960,54 +952,15 @@ class Unreachable(PrepareError):
 
 
 def hub_file(part: Part) -> dict[str, str]:
-    """The part's file, as arguments to functions of huggingface_hub."""
+    """Arguments that name the part's file to huggingface_hub."""
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     return {"repo_id": part.repo, "filename": part.path.name, "repo_type": "dataset", "endpoint": endpoint}
 
 
-def reachable(part: Part) -> bool:
-    """Whether the hub answers, be it with an error. In a thread, as looking up a name has no timeout of its own."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    answers = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(**hub_file(part)), timeout=5)
-            answers.append(True)
-        except Exception as error:
-            answers.append(getattr(error, "response", None) is not None)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(8)
-    return answers == [True]
-
-
-def download(part: Part) -> None:
-    """hf_hub_download resumes broken transfers and waits where asked to. Other failures are tried again here."""
-    from huggingface_hub import hf_hub_download
-
-    for attempt in range(ATTEMPTS):
-        try:  # the last one without what the others may have left
-            hf_hub_download(**hub_file(part), local_dir=part.path.parent, force_download=attempt == ATTEMPTS - 1)
-            open_parquet(part.path)
-            return
-        except Exception as error:  # of requests, httpx or huggingface_hub, depending on its version
-            if getattr(error, "errno", None):  # the disk's
-                raise
-            part.path.unlink(missing_ok=True)
-            cause = error.__cause__ or error
-        status = getattr(getattr(cause, "response", None), "status_code", 0)
-        if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 429)):
-            remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
-            raise PrepareError(f"{part.path.name} of {part.repo}: {one_line(cause)}; {remedy}")
-        print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
-        time.sleep(2**attempt)
-
-
 def download_ahead(parts: list[Part]) -> dict[Path, Future]:
-    """Starts a thread that fetches the missing files, in the order of `parts`. A future ends when its file is there."""
+    """Starts a thread that downloads the missing files in the order of `parts`; each future ends with its download."""
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
+        os.environ.setdefault(name, "1")
     missing = {part.path: part for part in parts if part.repo and not part.path.exists()}
     arriving = {path: Future() for path in missing}
 
@@ -1016,22 +969,61 @@ def download_ahead(parts: list[Part]) -> dict[Path, Future]:
             try:
                 arriving[path].set_result(download(part))
             except BaseException as error:
-                return arriving[path].set_exception(error)
+                arriving[path].set_exception(error)
 
-    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
-        os.environ.setdefault(name, "1")
     if missing:
-        first = next(iter(missing.values()))
-        if not reachable(first):
-            where = hub_file(first)["endpoint"]
-            raise Unreachable(f"cannot reach {where}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
+        check_reachable(next(iter(missing.values())))
         threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
     return arriving
 
 
+def check_reachable(part: Part) -> None:
+    """Raises Unreachable if the hub does not answer within seconds, not even with an error.
+
+    In a thread, as looking up a name has no timeout, and some versions of huggingface_hub retry for half a minute.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url, answer = hf_hub_url(**hub_file(part)), queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(get_hf_file_metadata(url, timeout=5))
+        except Exception as error:
+            answer.put(getattr(error, "response", None))
+
+    threading.Thread(target=ask, daemon=True).start()
+    with suppress(queue.Empty):
+        if answer.get(timeout=8) is not None:
+            return
+    raise Unreachable(f"cannot reach {url}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
+
+
+def download(part: Part) -> None:
+    """hf_hub_download resumes broken transfers and honours Retry-After; other failures are retried here."""
+    from huggingface_hub import hf_hub_download
+
+    for attempt in range(ATTEMPTS):
+        try:
+            hf_hub_download(**hub_file(part), local_dir=part.path.parent)
+            open_parquet(part.path)
+            return
+        except Exception as error:  # from requests, httpx or huggingface_hub, depending on its version
+            if getattr(error, "errno", None):  # from the disk
+                raise
+            cause = error.__cause__ or error
+            status = getattr(getattr(cause, "response", None), "status_code", 0)
+            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: not to be resumed
+                part.path.unlink(missing_ok=True)
+                shutil.rmtree(part.path.parent / ".cache", ignore_errors=True)
+        if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
+            remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
+            raise PrepareError(f"{part.path.name} of {part.repo}: {one_line(cause)}; {remedy}")
+        print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
+        time.sleep(2**attempt)
+
+
 # ------------------------------------------------------------------------------------------------------------ preparing
-
-
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     """Makes `data` (None: climbmix, or without network the embedded corpus) the current dataset; returns its folder."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
@@ -1044,39 +1036,36 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
             print("Its val_bpb compares with no other. For real text go online, set HF_ENDPOINT, or give --data DIR.")
             data = "embedded"
 
+    files, test_files = [], []
     if data in HUB:
         name = data
-    elif data == "embedded":  # the running Python's standard library, so to speak a single file
+    elif data == "embedded":  # this Python's standard library, treated as a single file
         files, name = [Path(sysconfig.get_path("stdlib"))], "embedded@{}.{}.{}".format(*sys.version_info)
     elif Path(data).is_dir():
         files = sorted(Path(data).glob("*.parquet")) or sorted(Path(data).glob("*.txt"))
-        if not files:
-            raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
         files.sort(key=lambda file: file.name == VAL_FILE)  # the last one validates
         identity = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
         label = re.sub(r"[^\w.-]+", "-", Path(data).resolve().name, flags=re.ASCII).lstrip(".-") or "folder"
         name = f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    else:
-        raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
-
-    def shards_of(files: list[Path]) -> int:
-        return min(num_shards or len(files), max(1, len(files) - 1))
-
-    test_files = []
-    if data not in HUB and not is_ready(cache_dir() / name, shards_of(files)):
-        name += "-v2"  # shards without it were cut before there was a test split
         test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
         files = [file for file in files if file not in test_files]
-    count = num_shards if data in HUB else shards_of(files)
+        if not files:
+            raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
+    else:
+        raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
+    if files:
+        num_shards = min(num_shards or len(files), max(1, len(files) - 1))
 
     directory = cache_dir() / name
-    ready = is_ready(directory, count)
+    ready = is_ready(directory, num_shards)
+    if test_files:  # used to be for training
+        ready = ready or is_ready(directory, num_shards + 1)
     with suppress(PrepareError):
         if ready and current_dataset() == directory:
             return directory
     splits = None
     if not ready:
-        splits = hub_splits(data, count) if data in HUB else file_splits(files, test_files, count)
+        splits = file_splits(files, test_files, num_shards) if files else hub_splits(data, num_shards)
     cache_dir().mkdir(parents=True, exist_ok=True)
     with open(cache_dir() / "lock", "ab") as file:
         lock(file, math.inf, f"another prepare.py is at work in {cache_dir()}: waiting for it")
@@ -1088,7 +1077,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 
 
 def is_ready(directory: Path, num_shards: int | None) -> bool:
-    """Prepared to the end, though perhaps without test, and with that many train shards (None: any number)."""
+    """Whether train and val are complete, with that many train shards (None: any number)."""
     try:
         fingerprint = Tokenizer.from_directory(directory).fingerprint
         open_shards(directory, "val", fingerprint)
@@ -1098,9 +1087,12 @@ def is_ready(directory: Path, num_shards: int | None) -> bool:
 
 
 def build(directory: Path, train: list[Part], val: list[Part], test: list[Part]) -> None:
-    """Makes what is missing. While one file is tokenized the next ones are downloaded."""
-    shards = {f"train_{i:05d}.bin": [part] for i, part in enumerate(train)}
-    shards |= {"val_00000.bin": val, "test_00000.bin": test}
+    """Makes what is missing, test first. While one file is tokenized the next ones are downloaded."""
+    if not test[0].repo and not (directory / "test_00000.bin").exists():
+        for shard in directory.glob("train_*.bin"):  # made before there was a test split, they may contain it
+            shard.unlink()
+    shards = {"test_00000.bin": test, "val_00000.bin": val}
+    shards |= {f"train_{i:05d}.bin": [part] for i, part in enumerate(train)}
     tokenizer = None
     with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
@@ -1108,7 +1100,8 @@ def build(directory: Path, train: list[Part], val: list[Part], test: list[Part])
         with suppress(PrepareError):
             open_shard(directory / name, tokenizer.fingerprint)
             del shards[name]
-    arriving = download_ahead([part for parts in shards.values() for part in parts])
+    first = train[:1] if not tokenizer else []
+    arriving = download_ahead(first + [part for parts in shards.values() for part in parts])
 
     def texts(parts: list[Part]) -> Iterator[str]:
         for part in parts:
@@ -1117,23 +1110,20 @@ def build(directory: Path, train: list[Part], val: list[Part], test: list[Part])
             yield from documents(part)
 
     directory.mkdir(exist_ok=True)
-    if not tokenizer:
-        Tokenizer.train(texts(train[:1]), directory / "tokenizer.txt")
+    if first:
+        Tokenizer.train(texts(first), directory / "tokenizer.txt")
         tokenizer = Tokenizer.from_directory(directory)
     for name, parts in shards.items():
         limit = math.inf if name.startswith("train") else EVAL_TOKENS + 1
         tokenize(texts(parts), directory / name, tokenizer, limit)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % len(train))
-    shutil.rmtree(directory / "raw" / ".cache", ignore_errors=True)  # huggingface_hub's notes and broken transfers
+    shutil.rmtree(directory / "raw" / ".cache", ignore_errors=True)  # huggingface_hub's metadata and leftovers
 
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """Makes a token shard of at least `limit` tokens, or of all texts.
-
-    In threads, as tiktoken releases the GIL: 14 MB/s per core on two of them, where processes gave 17.
-    """
-    bos = np.array([tokenizer.get_bos_token_id()])
+    """Makes a token shard. In threads, as tiktoken releases the GIL: 14 MB/s per core, where processes gave 17."""
+    bos, workers = np.array([tokenizer.get_bos_token_id()]), os.cpu_count() or 1
 
     def batches() -> Iterator[list[str]]:
         batch, size = [], 0
@@ -1152,10 +1142,20 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
             ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
         return np.concatenate(ids).astype("<u2")
 
+    def encoded() -> Iterator[np.ndarray]:  # only a few batches ahead, as a dataset may not fit into memory
+        with ThreadPoolExecutor(workers) as pool:
+            pending = deque()
+            for batch in batches():
+                pending.append(pool.submit(encode, batch))
+                if len(pending) > 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
     start, n, checksum = time.perf_counter(), 0, hashlib.sha256()
     with new_file(path) as file:
         file.seek(HEADER.size)
-        for tokens in parallel_map(encode, batches()):
+        for tokens in encoded():
             file.write(tokens)
             checksum.update(tokens)
             n += len(tokens)
@@ -1168,21 +1168,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
     print(f"{path.stem}: {n / 1e6:.1f} M tokens in {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def parallel_map(function: Callable, items: Iterable) -> Iterator:
-    """In order, and only a few items ahead, so that a dataset need not fit into memory."""
-    workers, pending = os.cpu_count() or 1, deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")

@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from time import sleep  # the real one, whatever a test makes of `time`
+from time import perf_counter, sleep  # the real ones, whatever a test makes of `time`
 
 
 class FaultyServer:
@@ -69,9 +69,10 @@ def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stal
     handler.end_headers()
     if handler.command == "GET":
         part = part[:send]
+        start = perf_counter()
         for i in range(0, len(part), 2**15):
             handler.wfile.write(part[i : i + 2**15])
-            sleep(len(part[i : i + 2**15]) / handler.rate)
+            sleep(max(0.0, start + i / handler.rate - perf_counter()))
         handler.wfile.flush()
         sleep(stall)
 

@@ -326,6 +326,17 @@ def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, d
     assert (y[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
 
 
+def test_the_test_split_is_scored_like_val_when_asked_for(tokenizer, device):
+    model = Uniform(tokenizer.get_vocab_size(), device)
+    bpb = evaluate_bpb(model, tokenizer, 3, 50, split="test")
+    stream = stream_of(tokenizer, texts(6541))
+    asked = torch.cat([y.flatten() for _, y in model.asked])
+    assert asked[: len(stream) - 1].tolist() == stream[1:] and (asked[len(stream) - 1 :] == -1).all()
+    targets = len(stream) - len(texts(6541))  # no BOS
+    nbytes = sum(len(document.encode()) for document in texts(6541))
+    assert bpb == pytest.approx(math.log2(model.vocab) * targets / nbytes, rel=1e-6)
+
+
 def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys):
     model = Uniform(tokenizer.get_vocab_size(), device)
     evaluate_bpb(model, tokenizer, 4, 64)

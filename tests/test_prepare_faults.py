@@ -151,7 +151,8 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
     run = run_prepare("--data", tmp_path / "data", cache=tmpfs)
     assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
     assert "No space left" in run.stderr and "free some space" in run.stderr
-    assert {name.rpartition("/")[2] for name in tree(tmpfs)} == {"lock", "tokenizer.txt"}
+    left = {name.rpartition("/")[2] for name in tree(tmpfs)}
+    assert left == {"lock", "tokenizer.txt", "test_00000.bin", "val_00000.bin"}
 
 
 def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(tmpfs, prepared, corpus, tmp_path):
@@ -274,17 +275,17 @@ def test_a_full_disk_while_downloading_is_not_tried_again(parquet, hurried, tmpf
         assert len(server.ranges()) == 1
 
 
-def test_nobody_at_the_other_end_is_noticed_without_a_second_try(hurried, monkeypatch):
-    part = prepare.Part(Path("a.parquet"), repo="some/data")
+def test_nobody_at_the_other_end_is_noticed_within_seconds(monkeypatch):
+    part, start = prepare.Part(Path("a.parquet"), repo="some/data"), time.perf_counter()
     for endpoint in ("http://127.0.0.1:9", "not a url"):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert not prepare.reachable(part)
-        with pytest.raises(prepare.Unreachable, match=f"cannot reach {endpoint}"):
+        with pytest.raises(prepare.Unreachable, match=r"cannot reach .*a\.parquet: go online"):
             prepare.download_ahead([part])
     with FaultyServer({A_PARQUET: b""}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        assert prepare.reachable(part) and prepare.reachable(prepare.Part(Path("b.parquet"), repo="some/data"))
-    assert not hurried
+        prepare.check_reachable(part)
+        prepare.check_reachable(prepare.Part(Path("b.parquet"), repo="some/data"))  # 404 is an answer
+    assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 
 # The whole of it
