@@ -41,7 +41,7 @@ ATTENTION_TILE = 64  # keys: causal attention computes half of the square and ha
 
 
 class Kernel(NamedTuple):
-    where: str  # the compiled function or module and, if known, its submodule; else the op
+    where: str  # the submodule, such as attn.c_qkv, else the compiled function or module, else the op
     kind: str  # "GEMM", "fp32 GEMM", "attention forward", "attention backward", or "memory" for what computes little
     flops: float
     bytes: float
@@ -83,6 +83,8 @@ def kernel_of(op, args, out, where: str) -> Kernel:
         return Kernel(where, "memory", 0, 3 * nbytes(tensors[-1]))
     if name in ("embedding", "index"):
         return Kernel(where, "memory", 0, 2 * nbytes(out))
+    if name in ("copy_", "_foreach_copy_"):
+        return Kernel(where, "memory", 0, nbytes(args))
     return Kernel(where, "memory", 0, nbytes(args, out) * (2 if out is None else 1))  # None: in place
 
 
@@ -119,8 +121,9 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
         whole = name in REDUCTIONS and domain.numel() != value(node).numel() * domain.size(-1)
         if alone:
             modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-            part = [path.split(".")[1] for path, _ in modules.values() if "." in path][:1]
-            kernels += price(node.target, *value((node.args, node)), ".".join([where, *part]))
+            path = [path for path, _ in modules.values()][-1:]  # such as L['self'].blocks.0.attn.c_qkv
+            part = [name for name in "".join(path).split(".")[-2:] if name.isidentifier()]
+            kernels += price(node.target, *value((node.args, node)), ".".join(part or [where]))
             stored |= {base[i] for i in inputs}
         else:
             wanted = name == "copy_" or any(r.op == "output" or is_alone(r.target) for r in readers[node])
