@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import signal

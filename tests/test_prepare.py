@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
 import prepare
-from prepare import EVAL_TOKENS, TIME_BUDGET, Clock, Part, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, Clock, Part, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
@@ -302,11 +302,12 @@ def scored(tokenizer: Tokenizer, tokens: int) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 100), (7, 333), (16, 2048)])
 @pytest.mark.parametrize("tokens", [1000, EVAL_TOKENS])
-def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer, device, B, T, tokens):
+def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer, device, monkeypatch, B, T, tokens):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", tokens)
     vocab = tokenizer.get_vocab_size()
     targets, nbytes = scored(tokenizer, tokens)
     assert (len(targets) % (B * T)) != 0  # there is a remainder
-    bpb = evaluate_bpb(Uniform(vocab, device), tokenizer, B, T, tokens)
+    bpb = evaluate_bpb(Uniform(vocab, device), tokenizer, B, T)
     assert bpb == pytest.approx(math.log2(vocab) * len(targets) / nbytes, rel=1e-6)
 
 
@@ -316,9 +317,10 @@ def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
     assert values == pytest.approx([values[0]] * 4, rel=1e-9)
 
 
-def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, device):
+def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, device, monkeypatch):
     model = Uniform(tokenizer.get_vocab_size(), device)
-    evaluate_bpb(model, tokenizer, 3, 50, tokens=1234)
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1234)
+    evaluate_bpb(model, tokenizer, 3, 50)
     assert {(x.shape, y.shape) for x, y in model.asked} == {((3, 50), (3, 50))}
     x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
     stream = stream_of(tokenizer, texts(6542))
@@ -337,13 +339,14 @@ def test_the_test_split_is_scored_like_val_when_asked_for(tokenizer, device):
     assert bpb == pytest.approx(math.log2(model.vocab) * targets / nbytes, rel=1e-6)
 
 
-def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys):
+def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys, monkeypatch):
     model = Uniform(tokenizer.get_vocab_size(), device)
     evaluate_bpb(model, tokenizer, 4, 64)
     total = len(prepare.TokenStream(tokenizer, "val"))
     assert sum((y >= 0).sum().item() for _, y in model.asked) == total - 1
     assert f"{total - 1:,} targets" in capsys.readouterr().out
-    evaluate_bpb(model, tokenizer, 4, 64, tokens=total - 1)
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", total - 1)
+    evaluate_bpb(model, tokenizer, 4, 64)
     assert not capsys.readouterr().out
 
 
@@ -370,46 +373,83 @@ def now(monkeypatch) -> list[float]:
     return now
 
 
+LOSS = torch.tensor(2.0)
+
+
 def test_clock_runs_from_start_to_stop(now):
     clock = Clock()
     assert clock.elapsed() == clock.progress() == 0
     clock.start()
     now[0] += 75
-    clock.advance(4096)
-    assert clock.elapsed() == 75 and clock.progress() == 0.25 and clock.tokens == 4096
+    clock.advance(4096, LOSS, 1)
+    assert clock.elapsed() == 75 and clock.progress() == 0.25 and (clock.tokens, clock.steps) == (4096, 1)
+    assert clock.tokens_left() == 3 * 4096
     now[0] += 227
-    assert clock.stop() == 302 and clock.progress() == 1.0 and clock.official
+    assert clock.stop() == 302 and clock.progress() == 1.0
     now[0] += 100
-    assert clock.stop() == clock.elapsed() == 302 and clock.official
+    assert clock.stop() == clock.elapsed() == 302
 
 
 def test_clock_counts_tokens_where_they_are_limited(now):
     clock = Clock(tokens=1000)
     clock.start()
     now[0] += 1e6
-    clock.advance(250)
-    assert clock.progress() == 0.25
-    clock.advance(900)
-    assert clock.progress() == 1.0
+    clock.advance(250, LOSS, 1)
+    assert clock.progress() == 0.25 and clock.tokens_left() == 750 and clock.running()
+    clock.advance(900, LOSS, 1)
+    assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
+
+
+def test_the_pace_is_not_known_in_the_first_twentieth_of_the_budget(now):
+    clock = Clock()
+    clock.start()
+    now[0] += 14
+    clock.advance(100, LOSS, 1)
+    assert clock.tokens_left() == math.inf
+    now[0] += 16
+    assert clock.tokens_left() == pytest.approx(900)
 
 
 @pytest.mark.parametrize(
-    ("budget", "seconds", "official"),
+    ("steps", "elapsed", "running"),
     [
-        ({}, 303, True),
-        ({}, 303.1, False),
-        ({"seconds": 60}, 60, False),
-        ({"seconds": 600}, 300, False),
-        ({"tokens": 10}, 300, False),
+        (0, 0, True),
+        (100, 299.9, True),  # the next would end at 302.9
+        (10, 270, True),  # at 297
+        (10, 278, False),  # at 305.8
+        (1000, 300, False),
+        (2, 298, False),
     ],
 )
-def test_only_runs_that_kept_to_the_whole_budget_are_official(now, budget, seconds, official):
-    clock = Clock(**budget)
+def test_no_step_begins_that_would_end_more_than_three_seconds_over_the_budget(now, steps, elapsed, running):
+    clock = Clock()
     clock.start()
-    now[0] += seconds
-    assert not clock.official  # still running
-    clock.stop()
-    assert clock.official is official and TIME_BUDGET == 300
+    now[0] += elapsed
+    clock.steps = steps
+    assert clock.running() is running
+
+
+def test_a_step_that_begins_after_the_budget_is_refused(now):
+    clock = Clock()
+    clock.start()
+    now[0] += 299
+    clock.advance(1, LOSS, 1)
+    now[0] += 60
+    clock.advance(1, LOSS, 1)  # it began in time
+    with pytest.raises(RuntimeError, match="359 s into a budget of 300 s"):
+        clock.advance(1, LOSS, 1)
+
+
+@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (math.inf, "loss inf"), (1234.5, "loss 1234")])
+def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(now, loss, reason):
+    bad = torch.tensor(loss)
+    for steps in (1, 2):
+        clock = Clock(tokens=10)
+        clock.start()
+        clock.advance(1, bad, 1)
+        with pytest.raises(FloatingPointError, match=rf"^{reason}\S* at step 1$"):
+            clock.advance(1, LOSS, 1) if steps == 2 else clock.stop()
+        clock.release()
 
 
 @pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"tokens": 0}])
@@ -424,7 +464,7 @@ def test_an_empty_budget_is_refused(budget):
 @pytest.fixture
 def log(tmp_path):
     def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="climbmix-1", **fields) -> str:
-        fields = {"memory_gb": 2.5, "commit": "abcdef0123", "description": "try"} | fields
+        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
         return prepare.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
@@ -436,17 +476,36 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert log(1.5) == "discard"  # a tie is no gain
     assert log(1.6) == "discard"
     assert log(1.4) == "keep"
-    assert log(0.0, crashed=True) == "crash"
+    assert log(0.0, reason="out of memory") == "crash"
     assert log(math.nan) == "crash"
     assert log(1.3999999) == "discard"  # the same as written
     assert log(1.9, gpu="H100") == "keep"
     assert log(1.8, dataset="embedded-1") == "keep"
     assert log(1.39) == "keep"
     header, *rows = log.path.read_text().splitlines()
-    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset"
-    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1"
-    assert rows[4] == rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry\tT4\tclimbmix-1"
+    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M"
+    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1\t39.3"
+    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\tclimbmix-1\t0.0"
+    assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\tclimbmix-1\t0.0"
     assert [row["status"] for row in prepare.read_results(log.path)].count("keep") == 5
+
+
+def test_a_log_of_seven_columns_is_read_and_gets_its_eighth(log):
+    header, row = "\t".join(prepare.COLUMNS[:7]), "1234567\t1.200000\t2.5\tkeep\ta\tT4\tclimbmix-1"
+    log.path.write_text(f"{header}\n{row}\n")
+    assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0)]
+    assert log(1.3) == "discard"
+    lines = log.path.read_text().splitlines()
+    assert lines[:2] == ["\t".join(prepare.COLUMNS), f"{row}\t0.0"] and {line.count("\t") for line in lines} == {7}
+
+
+def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
+    assert prepare.best_result("T4", "climbmix-1", log.path) is None
+    log(1.5, description="first")
+    log(1.3, gpu="H100")
+    log(0.0, reason="killed")
+    log(1.4, description="second")
+    assert prepare.best_result("T4", "climbmix-1", log.path)["description"] == "second"
 
 
 def test_a_kept_row_that_was_edited_to_discard_still_is_a_figure_to_beat(log):

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import itertools
 import os
+import re
 import resource
 import shutil
 import struct
@@ -600,21 +601,18 @@ def test_garbage_at_the_end_does_not_swallow_the_row(tmp_path, garbage):
 @pytest.mark.parametrize(
     "content", ["commit\tval_bpb\tmemory_gb\tstatus\tdescription\n", ROW, "something else\n", "\n" + HEADER]
 )
-def test_a_file_with_another_or_no_header_is_left_alone_and_the_row_rescued(tmp_path, capsys, content):
+def test_a_file_with_another_or_no_header_is_left_alone_and_the_row_goes_to_stderr(tmp_path, capsys, content):
     path = tmp_path / "results.tsv"
     path.write_text(content)
-    assert log(path, 1.1) == "keep" and log(path, 1.15) == "discard"
-    assert path.read_text() == content
-    rescued = path.with_name("results.tsv.rescued")
-    assert [row["val_bpb"] for row in prepare.read_results(rescued)] == [1.1, 1.15]
-    assert "1234567\t1.150000\t1.0\tdiscard\tnow\tT4\td" in capsys.readouterr().err
+    log(path, 1.15)
+    assert path.read_text() == content and [file.name for file in tmp_path.iterdir()] == ["results.tsv"]
+    assert re.search(r"^1234567\t1.150000\t1.0\t\w+\tnow\tT4\td\t0.0$", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_a_file_that_cannot_be_opened_has_its_row_rescued(tmp_path, capsys):
+def test_a_file_that_cannot_be_opened_has_its_row_on_stderr(tmp_path, capsys):
     (tmp_path / "results.tsv").mkdir()
     assert log(tmp_path / "results.tsv") == "keep"
-    assert len(prepare.read_results(tmp_path / "results.tsv.rescued")) == 1
-    assert "refuses this row" in capsys.readouterr().err
+    assert "refuses this row" in (err := capsys.readouterr().err) and "1234567\t1.000000\t1.0\tkeep" in err
 
 
 def test_a_folder_that_is_gone_leaves_the_row_on_stderr(tmp_path, capsys):
@@ -623,7 +621,7 @@ def test_a_folder_that_is_gone_leaves_the_row_on_stderr(tmp_path, capsys):
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_read_only_file_has_its_row_rescued(tmpfs, capsys):
+def test_a_read_only_file_has_its_row_on_stderr(tmpfs, capsys):
     (tmpfs / "results.tsv").write_text(HEADER + ROW)
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     assert log(tmpfs / "results.tsv", 1.3) == "discard"
@@ -631,7 +629,7 @@ def test_a_read_only_file_has_its_row_rescued(tmpfs, capsys):
 
 
 def test_half_a_row_is_never_written(tmp_path):
-    """The file may grow by 20 bytes only; the sibling has room."""
+    """The file may grow by 20 bytes only."""
     path = tmp_path / "results.tsv"
     path.write_text(HEADER + ROW * 20)
     size, fields = path.stat().st_size, "val_bpb=1, memory_gb=1, gpu='T4', dataset='d', commit='c', description='now'"
@@ -643,7 +641,6 @@ def test_half_a_row_is_never_written(tmp_path):
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
     assert path.read_text() == HEADER + ROW * 20
-    assert len(prepare.read_results(tmp_path / "results.tsv.rescued")) == 1
 
 
 @pytest.mark.parametrize("away", ["removed", "replaced"])
@@ -663,7 +660,7 @@ def test_a_file_removed_or_replaced_while_it_is_written_gets_the_row_anew(tmp_pa
     assert [row["description"] for row in prepare.read_results(path)] == ["now"]
 
 
-def test_a_lock_that_is_never_given_back_does_not_hang_the_log(tmp_path, monkeypatch):
+def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(tmp_path, monkeypatch, capsys):
     import fcntl
 
     path = tmp_path / "results.tsv"
@@ -674,3 +671,4 @@ def test_a_lock_that_is_never_given_back_does_not_hang_the_log(tmp_path, monkeyp
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert log(path) == "keep"
     assert len(prepare.read_results(path)) == 1
+    assert "goes in without the lock" in capsys.readouterr().err and next(clock) > 60

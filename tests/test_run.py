@@ -330,9 +330,10 @@ def test_a_run_that_never_used_the_clock_is_a_crash(clone):
 
 def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
     clone.run()
-    clone.commit("busy machine")
-    run = clone.run(edit="clock_goes(8)")
-    assert "busy machine" in run.summary["slower"] and clone.rows[0]["commit"] in run.summary["slower"], run
+    log = clone.folder / "results.tsv"
+    log.write_text(re.sub(r"\t[\d.]+\n$", "\t5.0\n", log.read_text()))
+    run = clone.run()
+    assert f"where {clone.rows[0]['commit']}, the best so far, saw 5.0 M" in run.summary["slower"], run
 
 
 # Lost runs
@@ -599,7 +600,7 @@ def test_sequences_longer_than_the_text_are_one_line_and_a_crash_row(clone, tmp_
     """A row, for it may be the experiment that asked for them."""
     (tmp_path / "short").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / "short" / name).write_text("a few words")
+        (tmp_path / "short" / name).write_text("a few words<|endoftext|>and a few more")
     clone.cache = tmp_path / "cache"
     run_prepare("--data", tmp_path / "short", cache=clone.cache)
     run = clone.run()
