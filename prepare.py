@@ -5,7 +5,6 @@ train.py imports from here; nobody edits this file during research. It grew out 
     python prepare.py                      # climbmix, as many shards as five minutes consume on this GPU
     python prepare.py --data tinystories   # short stories, kinder to small models
     python prepare.py --data DIR           # a folder of .parquet (column `text`) or of .txt
-    python prepare.py --plot               # draws progress.png from results.tsv
 
 The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds a folder a dataset and `current`, the
 name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`, and,
@@ -272,7 +271,7 @@ def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
 
 # ------------------------------------------------------------------------------------------------------------------ log
 
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset"]
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
@@ -283,8 +282,8 @@ def read_results(path: str | Path | None = None) -> list[dict]:
     for line in data.decode(errors="replace").split("\n"):
         fields = line.removesuffix("\r").split("\t")
         with suppress(ValueError):
-            row = dict(zip(COLUMNS, fields, strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb")}
+            row = dict(zip(COLUMNS, [*fields, "0.0"] if len(fields) == 7 else fields, strict=True))
+            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
             if row["status"] in ("keep", "discard", "crash") and math.isfinite(row["val_bpb"] + row["memory_gb"]):
                 rows.append(row)
     return rows
@@ -296,7 +295,8 @@ def log_result(
     memory_gb: float,
     gpu: str,
     dataset: str,
-    crashed: bool = False,
+    tokens_M: float = 0.0,
+    reason: str = "",
     commit: str | None = None,
     description: str | None = None,
     path: str | Path | None = None,
@@ -308,15 +308,17 @@ def log_result(
     if commit is None or description is None:
         head = git_head()
         commit, description = commit or head[0], head[1] if description is None else description
+    description = f"{description} [{reason}]" if reason else description
     commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
 
     def row() -> tuple[str, str]:
-        if crashed or not math.isfinite(val_bpb):
-            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", description, gpu, dataset])
+        tail = [description, gpu, dataset, f"{tokens_M:.1f}"]
+        if reason or not math.isfinite(val_bpb):
+            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", *tail])
         rows = [r for r in read_results(path) + read_results(rescued) if r["status"] != "crash"]
         best = min((r["val_bpb"] for r in rows if (r["gpu"], r["dataset"]) == (gpu, dataset)), default=math.inf)
         status = "keep" if round(val_bpb, 6) < best else "discard"
-        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset])
+        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, *tail])
 
     try:
         return append_row(path, row)
@@ -366,72 +368,16 @@ def git_head() -> tuple[str, str]:
     return "0000000", ""
 
 
-def log_crash() -> None:
-    """A crash row for HEAD where its run left none: a SyntaxError in train.py, a kill, a clock that ran over."""
-    rows = read_results() + read_results(RESULTS.with_name(RESULTS.name + ".rescued"))
-    if git_head()[0][:7] not in {row["commit"] for row in rows}:
-        import torch
+def gpu_name() -> str:
+    import torch
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def plot(path: Path) -> None:
-    """Draws results.tsv: a panel a gpu and dataset, with every experiment, and a table of the kept ones beside it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PrepareError("--plot needs matplotlib: pip install -e '.[plot]'") from None
-    panels: dict[tuple[str, str], list[dict]] = {}
-    for row in read_results():
-        panels.setdefault((row["gpu"], row["dataset"]), []).append(row)
-    panels = {name: rows for name, rows in panels.items() if {row["status"] for row in rows} != {"crash"}}
-    if not panels:
-        raise PrepareError(f"{RESULTS} holds no val_bpb yet: run `python train.py` first")
-    heights = [max(4.5, 1 + 0.19 * sum(row["status"] == "keep" for row in rows)) for rows in panels.values()]
-    figure = Figure((15, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(5, 3), height_ratios=heights)
-    for (ax, table), (name, rows) in zip(axes, panels.items(), strict=True):
-        draw(ax, table, ", ".join(name), rows)
-    with new_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
-
-
-def draw(ax, table, name: str, rows: list[dict]) -> None:
-    """One panel. Its y axis ends a little above the first val_bpb: what is worse by far lies on the upper edge."""
-    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
-    first, best = y[~crashed][0], y[~crashed].min()
-    margin = 0.1 * (first - best) or 0.01 * first
-    bottom, top = best - margin, first + margin
-    shown, beyond = np.where(crashed, bottom, np.minimum(y, top)), ~kept & (y > top)
-    marks = {
-        "kept": (kept, dict(color="tab:green", zorder=3)),
-        "discarded": (~kept & ~crashed & ~beyond, dict(color="darkgray", s=16)),
-        "off the scale": (beyond, dict(color="darkgray", marker="^", s=16)),
-        "crashed": (crashed, dict(color="tab:red", marker="x", s=16)),
-    }
-    for label, (chosen, style) in marks.items():
-        if chosen.any():
-            ax.scatter(x[chosen], shown[chosen], label=f"{chosen.sum()} {label}", clip_on=False, **style)
-    ax.step(x, np.minimum.accumulate(np.where(kept, y, np.inf)), where="post", color="tab:green", alpha=0.6)
-    room = 0.025 * len(rows)  # for a number
-    ax.set(xlim=(1 - room, len(rows) + room), ylim=(bottom, top), xlabel="experiment", ylabel="val_bpb")
-    ax.set_title(f"{name}: {first:.4f} to {best:.4f}", loc="left", parse_math=False)
-    ax.legend(loc="upper right", handletextpad=0)
-    ax.grid(alpha=0.25)
-
-    lines, before, numbered = [" kept  val_bpb     gain"], math.nan, (-math.inf, math.inf)
-    for i in np.flatnonzero(kept):
-        gain = "" if math.isnan(before) else f"{before - y[i]:.4f}"
-        lines.append(f"{x[i]:5}  {y[i]:7.4f}  {gain:>7}  {rows[i]['description'][:46]}")
-        if x[i] > numbered[0] + room or shown[i] < numbered[1] - 0.03 * (top - bottom):  # covers no other number
-            ax.annotate(x[i], (x[i], shown[i]), (-4, -3), textcoords="offset points", ha="right", va="top", size=8)
-            numbered = x[i], shown[i]
-        before = y[i]
-    text = "\n".join(lines)
-    table.text(0, 1, text, family="monospace", size=9, va="top", transform=table.transAxes, parse_math=False)
-    table.axis("off")
+def budget_name(seconds: float | None = None, tokens: int | None = None, gpu: str | None = None) -> str:
+    """What follows the GPU's name in the gpu column: nothing, or what was set by hand."""
+    taken = f" as {gpu}" if gpu else ""
+    return taken + (f", {seconds:g} s" if seconds else f", {tokens / 1e6:g} M tokens" if tokens else "")
 
 
 # =====================================================================================================================
@@ -999,19 +945,11 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume on this GPU)")
     parser.add_argument("--cache", help="where to (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
-    parser.add_argument("--plot", action="store_true", help="draw progress.png from results.tsv, and stop")
-    parser.add_argument(
-        "--log-crash", action="store_true", help="log HEAD's run as a crash if it left no row, and stop"
-    )
     args = parser.parse_args()
     if args.cache:
         if Path(args.cache).resolve() != cache_dir().resolve():
             print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
         os.environ["AUTORESEARCH_CACHE"] = args.cache
-    if args.plot:
-        return plot(RESULTS.with_name("progress.png"))
-    if args.log_crash:
-        return log_crash()
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
     except OSError as error:

@@ -42,6 +42,7 @@ from prepare import (
     Clock,
     Tokenizer,
     TokenStream,
+    budget_name,
     dataset_id,
     evaluate_bpb,
     git_head,
@@ -760,6 +761,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-only", action="store_true", help="evaluate the saved weights, and stop")
     args = parser.parse_args()
     args.official = args.seconds is None and args.tokens is None and args.platform is None
+    args.official |= os.environ.get("AUTORESEARCH_SCREENING") == "1"
     return args
 
 
@@ -799,7 +801,7 @@ def run(args: argparse.Namespace, platform: Platform, flash, tokenizer: Tokenize
     seconds, tokens = clock.elapsed(), steps * platform.total_batch
     model.platform = platform
     return model, {
-        "official": clock.official and args.official,
+        "official": args.official,
         "training_seconds": f"{seconds:.1f}",
         "mfu_percent": f"{100 * model.flops_per_token() * tokens / seconds / (platform.peak_flops or math.inf):.2f}",
         "total_tokens_M": f"{tokens / 1e6:.1f}",
@@ -831,7 +833,7 @@ def report(summary: dict, row: dict[str, str], platform: Platform) -> None:
     status = "not logged: the budget or the platform was set by hand, or the clock ran over"
     if summary.pop("official"):
         handle_signals(signal.SIG_IGN)
-        status = log_result(val_bpb=float(summary["val_bpb"]), memory_gb=peak / 1024, **row)
+        status = log_result(val_bpb=float(summary["val_bpb"]), memory_gb=peak / 1024, tokens_M=float(summary["total_tokens_M"]), **row)
     handle_signals(signal.SIG_DFL)  # the row is written: from here on a signal just ends the process
     totals = {"total_seconds": f"{time.perf_counter() - START:.1f}", "peak_vram_mb": f"{peak:.1f}", "status": status}
     summary = summary | totals | row
@@ -875,6 +877,7 @@ def main() -> None:
     # All of the row that another prepare.py or commit could change meanwhile
     commit, description = git_head()
     gpu = torch.cuda.get_device_name() if platform.device == "cuda" else "cpu"
+    gpu += budget_name(args.seconds, args.tokens)
     row = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset_id(tokenizer.directory)}
     handle_signals(on_signal)
     try:
@@ -884,7 +887,7 @@ def main() -> None:
     except BaseException as error:
         if args.official:
             handle_signals(signal.SIG_IGN)
-            log_result(val_bpb=0.0, memory_gb=0.0, crashed=True, **row)
+            log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **row)
         handle_signals(signal.SIG_DFL)
         if isinstance(error, FloatingPointError):
             raise SystemExit(f"train.py: {error}") from None
