@@ -25,7 +25,7 @@ import textwrap
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,41 +39,41 @@ from prepare import PrepareError
 ROOT = Path(__file__).resolve().parent
 LIMIT = 600  # seconds for a run, start and evaluation included
 GRACE = 10  # seconds for a run to end by itself after a signal
+REFUSED = 75  # exit status of a wave's run on a node without its dataset
+
+
+def on_signals(handler: Callable) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
 
 # ------------------------------------------------------------------------------------------------- one run, supervised
 
 
-def run(options: list[str], limit: float, task: str | None = None) -> int:
-    """Runs train.py in this folder and returns its exit status.
+def run(options: list[str], limit: float, task: list[str] | None = None) -> int:
+    """Runs train.py in this folder until it ends or its time is up; returns its exit status.
 
-    This process may be killed at any time: a guard in a session of its own has train.py below it, and ends it then.
-    task: a wave's run, which ends with its parent process; the text is what follows the GPU's name in its row.
+    This process may be killed at any time: a child in a session of its own guards train.py and leaves nothing of it.
+    task: a wave's run, which ends with its Ray worker: dataset, its source and shards, what follows the GPU in the row.
     """
-    parent, front = os.getppid(), os.getpid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside NumPy's threads, which do nothing
-    if not (child := os.fork()):
-        return guard(front, limit, task or "", options)
-    on_signals(lambda number, _: os.kill(child, number))
-    while task is None or os.getppid() == parent:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    return 1
-
-
-def guard(front: int, limit: float, budget: str, options: list[str]) -> int:
-    """Runs train.py until it ends, time is up, or process `front` is gone; then kills whatever is left below.
-
-    Logs a crash if train.py should have logged its run and has not.
-    """
-    os.setsid()
     prctl = ctypes.CDLL(None).prctl
+    dataset, source, shards, budget = task or ("", "", "", "")
+    prctl(1, signal.SIGKILL if task else 0)  # PR_SET_PDEATHSIG
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
+    if task and not has(dataset, source, shards):
+        return REFUSED
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside NumPy's threads, which are idle
+    front = os.getpid()
+    if child := os.fork():
+        on_signals(lambda number, _: os.kill(child, number))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    os.setsid()
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     (commit, description), before = prepare.git_head(), len(all_rows())
-    die_with_me = dict(start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGKILL))  # PR_SET_PDEATHSIG
-    train = subprocess.Popen([sys.executable, "train.py", *options], cwd=ROOT, stdin=subprocess.DEVNULL, **die_with_me)
+    command = [sys.executable, "train.py", *options]
+    ending = dict(start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGKILL))
+    train = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **ending)
     deadline, reason = time.monotonic() + limit, ""
 
     def forward(number: int, _) -> None:
@@ -84,32 +84,34 @@ def guard(front: int, limit: float, budget: str, options: list[str]) -> int:
 
     on_signals(forward)
     while train.poll() is None and time.monotonic() < deadline and os.getppid() == front:
-        time.sleep(0.05)
+        time.sleep(0.1)
     if train.poll() is None and not reason:
         reason = f"no evaluation within {limit / 60:g} min" if os.getppid() == front else "killed"
     train.kill()
     code = train.wait()
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while pids := children.read_text().split():  # again, for theirs have become ours
-        for pid in map(int, pids):
+    while pids := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for pid in map(int, pids):  # whose children are ours next
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    given = {option.partition("=")[0] for option in options if option.startswith("--")}
-    logged = any(row["commit"] == commit for row in all_rows()[before:])
-    if not logged and (given <= {"--seed"} or os.environ.get("AUTORESEARCH_SCREENING") == "1"):
+    by_hand = any(option.startswith("--") and not option.startswith("--seed") for option in options)
+    if (task or not by_hand) and all(row["commit"] != commit for row in all_rows()[before:]):
         row = dict(val_bpb=0.0, memory_gb=0.0, gpu=prepare.gpu_name() + budget, commit=commit, description=description)
         with suppress(PrepareError):  # no data: train.py has said so
             prepare.log_result(**row, dataset=prepare.dataset_id(), reason=reason or why(code))
     return code if code >= 0 else 128 - code
 
 
-def on_signals(handler: Callable) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-
-
 def all_rows() -> list[dict]:
     return prepare.read_results() + prepare.read_results(prepare.RESULTS.with_name("results.tsv.rescued"))
+
+
+def has(dataset: str, source: str, shards: str) -> bool:
+    """Whether this machine has the dataset, which is prepared if it has a source."""
+    with suppress(PrepareError):
+        if source:
+            prepare.prepare(source, int(shards))
+        return prepare.dataset_id() == dataset
+    return False
 
 
 def why(code: int) -> str:
@@ -123,13 +125,10 @@ def why(code: int) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- wave
 
-LOCAL_RAY = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray on loopback, on Linux, too
-    "RAY_AUTH_MODE": "token",  # and other users of this machine out
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # it kills
-    "RAY_prestart_worker_first_driver": "0",
-}
+# Ray on this machine alone: on loopback ("cluster" is what it takes for other machines), closed to other users, and
+# neither reporting home nor killing what takes memory nor starting a process for each core in advance.
+LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 @dataclass(eq=False)
@@ -154,15 +153,16 @@ def wave(args: argparse.Namespace) -> int:
         raise PrepareError("--per-gpu takes --tokens N: runs that share a GPU slow each other down")
     args.address = args.address or os.environ.get("RAY_ADDRESS")
     dataset, budget = prepare.dataset_id(), prepare.budget_name(args.seconds, args.tokens, args.gpu)
-    here = "" if args.address else prepare.gpu_name()
+    name = r"((?! as )[^,])+" if args.address else re.escape(prepare.gpu_name())  # in a cluster any GPU will do
+    gpu = re.compile(name + re.escape(budget))
 
     def rows() -> list[dict]:
-        """On this dataset and with this budget; on this machine's GPU or, of a cluster, on any."""
-        rows = [row for row in prepare.read_results() if row["dataset"] == dataset and row["gpu"].startswith(here)]
-        return [row for row in rows if re.search(r"( as .*?)?(, [\d.e+-]+ (s|M tokens))?$", row["gpu"])[0] == budget]
+        return [row for row in prepare.read_results() if row["dataset"] == dataset and gpu.fullmatch(row["gpu"])]
 
     runs = []
-    for line in git("log", "--no-walk=unsorted", "--format=%H %s", *args.revisions, "--").decode().splitlines():
+    for line in (
+        git("log", "--no-walk=unsorted", "--format=%H %s", *args.revisions, "--").decode(errors="replace").splitlines()
+    ):
         commit, _, subject = line.partition(" ")
         for seed in args.seeds or [None]:
             runs.append(Run(commit, prepare.clean(subject if seed is None else f"{subject}, seed {seed}"), seed))
@@ -170,66 +170,54 @@ def wave(args: argparse.Namespace) -> int:
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
     complete = not todo or drive(todo, args, dataset, budget)
 
-    mine = {(str(run), row["gpu"]): row for row in rows() for run in runs if run.owns(row)}.values()  # the last of each
+    table = {(str(run), row["gpu"]): row for row in rows() for run in runs if run.owns(row)}  # the last of each
     kept = [row for row in rows() if row["status"] == "keep" and not any(run.owns(row) for run in runs)]
-    for gpu in sorted({row["gpu"] for row in mine}):
-        best = min((row for row in kept if row["gpu"] == gpu), key=lambda row: row["val_bpb"], default=None)
-        print(f"\n{gpu}: " + ("best so far {val_bpb:.6f}, {commit} {description}".format(**best) if best else ""))
-        print("val_bpb   difference  tokens_M  status   commit   description")
-        for row in sorted(mine, key=lambda row: (row["status"] == "crash", row["val_bpb"])):
-            if row["gpu"] == gpu:
-                change = f"{row['val_bpb'] - best['val_bpb']:+.6f}" if best and row["status"] != "crash" else ""
-                line = "{val_bpb:.6f}  {change:>10}  {tokens_M:8.1f}  {status:7}  {commit}  {description}"
-                print(line.format(change=change, **row))
+    best = {row["gpu"]: row for row in sorted(kept, key=lambda row: -row["val_bpb"])}
+    if len({row["gpu"] for row in table.values()}) > 1:
+        print("\nUNLIKE GPUS: a row compares with those of its own GPU only")
+    print("\nval_bpb      vs kept  tokens_M  status   commit   description, GPU; with the best that was kept before")
+    rated = sorted([*table.values(), *best.values()], key=lambda row: row["val_bpb"] or math.inf)
+    for row in sorted(rated, key=lambda row: row["gpu"]):
+        gain = row["val_bpb"] - best[row["gpu"]]["val_bpb"] if row["gpu"] in best and row["val_bpb"] else math.nan
+        line = "{val_bpb:.6f}  {gain:+9.6f}  {tokens_M:8.1f}  {status:7}  {commit}  {description}, {gpu}"
+        print(line.format(gain=gain, **row).replace("+nan", "    "))
     return 0 if complete else 130
 
 
 def drive(runs: list[Run], args: argparse.Namespace, dataset: str, budget: str) -> bool:
     """Has Ray train them, and logs their rows as they end. False: it was interrupted."""
     if not args.address:
-        os.environ.update(LOCAL_RAY | os.environ)
+        os.environ.update(LOCAL | os.environ)  # read when Ray is imported
     try:
         import ray
     except ImportError:
         raise PrepareError("a wave needs Ray: pip install -e '.[night]'") from None
-    folder = prepare.current_dataset()
-    source = "" if "@" in folder.name.removeprefix("embedded@") else folder.name.partition("@")[0]
-    data = source, (folder / "train_shards").read_text().strip(), dataset
-    limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     local = {} if args.address else dict(include_dashboard=False, object_store_memory=10**8)
     ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **local)
     kind = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if kind in node["Resources"]}
-    cores = min(node["CPU"] / node.get("GPU", 1) for node in nodes.values()) / args.per_gpu
+    nodes = [node["Resources"] for node in ray.nodes() if kind in node["Resources"]]
+    cores = min(node.get("CPU", 1) / node.get("GPU", 1) for node in nodes) / args.per_gpu
     share = {"num_cpus": int(cores) or int(1e4 * cores) / 1e4}  # Ray counts in 1e-4
     share |= {"num_gpus": int(1e4 / args.per_gpu) / 1e4} if kind == "GPU" else {}
     task = ray.remote(num_returns="streaming", max_retries=0, **share)(experiment)
-    log = prepare.RESULTS.read_bytes() if prepare.RESULTS.exists() else b""
-    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": log})
+    source = prepare.current_dataset().name.removesuffix("@{}.{}.{}".format(*sys.version_info))
+    shards = (prepare.current_dataset() / "train_shards").read_text().strip()
+    data = [dataset, "" if "@" in source else source, shards, budget]  # a folder has no source elsewhere
+    results = prepare.RESULTS.read_bytes() if prepare.RESULTS.exists() else b""
+    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": results})
     archives, pending, refused, stopped = {}, {}, set(), []
+    limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
 
     def submit(run: Run) -> None:
         if run.commit not in archives:
             archives[run.commit] = ray.put(git("archive", "--format=zip", run.commit))
-        given = dict(limit=limit, task=budget, seconds=args.seconds, tokens=args.tokens, gpu=args.gpu, seed=run.seed)
+        given = dict(limit=limit, seconds=args.seconds, tokens=args.tokens, gpu=args.gpu, seed=run.seed)
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
         elsewhere = {"label_selector": {"ray.io/node-id": f"!in({','.join(refused)})"}} if refused else {}
-        pending[task.options(**elsewhere).remote(archives[run.commit], files, data, options)] = run
+        pending[task.options(**elsewhere).remote(archives[run.commit], files, [*options, "--task", *data])] = run
 
-    def refuse(run: Run, node: str, message: str) -> None:
-        refused.add(node)
-        tqdm.write(message)
-        if nodes.keys() <= refused:
-            raise PrepareError(f"no node has {dataset}")
-        submit(run)
-
-    def start(run: Run, place: str) -> None:
-        run.bar = tqdm(desc=f"{run} on {place}", bar_format="{elapsed}  {desc}", leave=False, disable=None)
-        tqdm.write(f"start    {run} on {place}")
-
-    def end(run: Run, content: bytes = b"", tail: str = "", reason: str = "no row") -> None:
-        """Logs the last row of its checkout; a crash if there is none."""
-        run.bar.close()
+    def log(run: Run, content: bytes = b"", tail: Iterable[str] = (), reason: str = "no row") -> None:
+        """The last row of its checkout; a crash if there is none."""
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(content)
             rows = prepare.read_results(file.name)
@@ -237,26 +225,34 @@ def drive(runs: list[Run], args: argparse.Namespace, dataset: str, budget: str) 
         if row.pop("status", "crash") == "crash":
             row["reason"] = row.get("description", reason).strip("[]")
         row |= {"commit": run.commit, "description": run.description}
-        tqdm.write(f"{prepare.log_result(**row):8} {row['val_bpb']:.6f}  {run}  {row.get('reason', '')}")
-        if "reason" in row:
-            tqdm.write(textwrap.indent(tail, "    "))
+        lines = [f"{prepare.log_result(**row):8} {row['val_bpb']:.6f}  {run}  {row.get('reason', '')}"]
+        tqdm.write("\n    ".join([*lines, *tail] if "reason" in row else lines))
 
     def take(stream) -> None:
         """What a run has to say next."""
         run = pending[stream]
         try:
             event, *values = ray.get(next(stream))
-            {"refuse": refuse, "start": start, "end": end}[event](run, *values)
         except StopIteration:
             del pending[stream]
+            return
         except ray.exceptions.RayError as error:
-            if run.lost and not stopped:
-                end(run, reason=type(error.cause).__name__ if hasattr(error, "cause") else "node lost")
-            elif not stopped:
-                run.lost = True
-                run.bar.close()
-                tqdm.write(f"lost     {run}: starts again")
-                submit(run)
+            event, values = "lost", [type(error.cause).__name__ if hasattr(error, "cause") else "node lost"]
+        run.bar.close()
+        if event == "start":
+            run.bar = tqdm(desc=f"{run} on {values[0]}", bar_format="{elapsed}  {desc}", leave=False, disable=None)
+            tqdm.write(f"start    {run} on {values[0]}")
+        elif event == "end":
+            log(run, *values)
+        elif event == "lost" and run.lost and not stopped:
+            log(run, reason=values[0])
+        elif not stopped:
+            run.lost = event == "lost"
+            refused.update(values if event == "refused" else ())
+            tqdm.write(f"{event:8} {run}: " + ("once more" if run.lost else f"its node does not have {dataset}"))
+            if {node["NodeID"] for node in ray.nodes() if kind in node["Resources"]} <= refused:
+                raise PrepareError(f"no node has {dataset}")
+            submit(run)
 
     on_signals(lambda *_: stopped.append(True))
     try:
@@ -279,53 +275,43 @@ def drive(runs: list[Run], args: argparse.Namespace, dataset: str, budget: str) 
         ray.shutdown()
 
 
-def experiment(archive: bytes, files: dict[str, bytes], data: tuple[str, str, str], options: list[str]) -> Iterator:
-    """Ray task: one run in a temporary checkout. Yields ("start", place), then ("end", rows, end of the log); or
-    ("refuse", node, why) where the dataset is not to be had. The node needs the dependencies, and no clone."""
+def experiment(archive: bytes, files: dict[str, bytes], options: list[str]) -> Iterator:
+    """Ray task: one run in a temporary checkout; the node needs the dependencies, but no clone.
+
+    Yields ("start", place), then ("end", its rows, end of its log) or ("refused", node), which has other data.
+    """
     import ray
 
-    context = ray.get_runtime_context()
+    context, env = ray.get_runtime_context(), os.environ | {"AUTORESEARCH_SCREENING": "1"}
     cores = str(max(1, int(context.get_assigned_resources()["CPU"])))
-    env = os.environ | {"AUTORESEARCH_SCREENING": "1"}
     if int(cores) < len(os.sched_getaffinity(0)):
         env["TORCHINDUCTOR_COMPILE_THREADS"] = cores  # like OMP_NUM_THREADS, which Ray sets
     elif env.get("OMP_NUM_THREADS") == cores:
         del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
-    place = " GPU ".join([socket.gethostname(), *map(str, ray.get_gpu_ids())])
-    with tempfile.TemporaryDirectory(prefix="night-") as folder:
+    yield "start", " GPU ".join([socket.gethostname(), *map(str, ray.get_gpu_ids())])
+    with tempfile.TemporaryDirectory(prefix="night-") as folder, open(f"{folder}/run.log", "w") as log:
         zipfile.ZipFile(io.BytesIO(archive)).extractall(folder)
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
-
-        def python(*args: str) -> str:
-            return subprocess.run([sys.executable, *args], cwd=folder, capture_output=True, text=True).stdout.strip()
-
-        source, shards, dataset = data
-        ask = "-c", "import prepare; print(prepare.dataset_id())"
-        if (found := python(*ask)) != dataset and source:
-            python("prepare.py", "--data", source, "--num-shards", shards)
-            found = python(*ask)
-        if found != dataset:
-            yield "refuse", context.get_node_id(), f"{place} is refused: it has {found or 'no data'}, not {dataset}"
-            return
-        yield "start", place
-        with open(f"{folder}/run.log", "w") as log:
-            command = [sys.executable, "night.py", "run", *options]
-            child = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
-            try:
-                while child.poll() is None:
-                    time.sleep(0.05)
-            finally:  # cancelled, too
-                child.terminate()
-                child.wait()
-        tail = "".join(Path(log.name).read_text(errors="replace").splitlines(keepends=True)[-12:])
-        yield "end", Path(folder, "results.tsv").read_bytes().removeprefix(files["results.tsv"]), tail
+        command = [sys.executable, "night.py", "run", *options]
+        child = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            while child.poll() is None:
+                time.sleep(0.1)
+        finally:  # cancelled, too
+            child.terminate()
+            child.wait()
+        if child.returncode == REFUSED:
+            yield "refused", context.get_node_id()
+        else:
+            tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
+            yield "end", Path(folder, "results.tsv").read_bytes().removeprefix(files["results.tsv"]), tail
 
 
 def git(*args: str) -> bytes:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True)
+    done = subprocess.run(["git", *args], cwd=ROOT, stdout=subprocess.PIPE)
     if done.returncode:
-        raise PrepareError(f"git: {done.stderr.decode(errors='replace').strip().splitlines()[0]}")
+        raise PrepareError("git has failed")  # and said why
     return done.stdout
 
 
@@ -340,33 +326,33 @@ def plot(path: Path) -> None:
         raise PrepareError("the picture needs Matplotlib: pip install -e '.[plot]'") from None
     panels: dict[str, dict] = {}
     for i, row in enumerate(prepare.read_results()):
-        name = row["commit"], re.sub(r" ?\[[^][]*\]$", "", row["description"])
+        crashed = row["status"] == "crash"
+        run = row["commit"], re.sub(r" ?\[[^][]*\]$", "", row["description"]) if crashed else row["description"]
         panel = panels.setdefault(f"{row['gpu']}, {row['dataset']}", {})
-        panel.pop(name, None)  # an earlier crash of the same run
-        panel[name if row["status"] == "crash" else i] = row
-    charts = {name: list(panel.values()) for name, panel in panels.items()}
-    charts = {name: rows for name, rows in charts.items() if any(row["status"] != "crash" for row in rows)}
-    if not charts:
+        panel.pop(run, None)  # an earlier crash of the same run
+        panel[run if crashed else i] = row
+    panels = {name: rows for name, rows in panels.items() if any(row["val_bpb"] for row in rows.values())}
+    if not panels:
         raise PrepareError(f"{prepare.RESULTS} holds no val_bpb yet: run `python train.py` first")
-    tables = [kept_table(rows) for rows in charts.values()]
+    tables = [kept_table(panel.values()) for panel in panels.values()]
     heights = [inches for table in tables for inches in (3.7, 0.16 * table.count("\n") + 0.4)]
     figure = Figure((9, sum(heights)), layout="constrained", facecolor="white")
     axes = figure.subplots(len(heights), height_ratios=heights)
-    for (name, rows), table, chart, below in zip(charts.items(), tables, axes[::2], axes[1::2], strict=True):
-        draw(chart, name, rows)
+    for name, table, chart, below in zip(panels, tables, axes[::2], axes[1::2], strict=True):
+        draw(chart, name, list(panels[name].values()))
         below.text(0, 1, table, family="monospace", size=8.5, va="top", transform=below.transAxes, parse_math=False)
         below.axis("off")
     with prepare.new_file(path) as file:
         figure.savefig(file, format="png", dpi=180)
 
 
-def kept_table(rows: list[dict]) -> str:
+def kept_table(rows: Iterable[dict]) -> str:
     lines, before = ["  no.  val_bpb     gain  kept"], math.nan
     for number, row in enumerate(rows, start=1):
         if row["status"] == "keep":
-            gain = "" if math.isnan(before) else f"{before - row['val_bpb']:.4f}"
+            gain = f"{before - row['val_bpb']:.4f}".replace("nan", "")
             line = f"{number:5}  {row['val_bpb']:7.4f}  {gain:>7}  {row['description']}"
-            lines += textwrap.wrap(line, 109, subsequent_indent=25 * " ", drop_whitespace=False)
+            lines += textwrap.wrap(line, 109, subsequent_indent=25 * " ")
             before = row["val_bpb"]
     return "\n".join(lines)
 
@@ -378,9 +364,8 @@ def draw(ax, name: str, rows: list[dict]) -> None:
     first, best = y[~crashed][0], y[~crashed].min()
     worst = max(first, min(y.max(), best + 2.5 * np.median(y[~crashed] - best)))
     margin = max(0.1 * (worst - best), 0.003 * best)
-    bottom, top = best - margin, worst + margin
+    bottom, top, beyond = best - margin, worst + margin, y > worst
     strip = 0.1 * (top - bottom) * crashed.any()
-    beyond = y > worst
     y = np.select([crashed, beyond], [bottom - strip / 2, worst + margin / 2], y)
     for label, chosen, style in (
         ("kept", kept, dict(color="#1a7f37", s=28, zorder=3)),
@@ -406,7 +391,8 @@ def draw(ax, name: str, rows: list[dict]) -> None:
     ax.grid(alpha=0.2)
     change = f"{first:.4f} to {best:.4f} ({best - first:+.4f})" if best < first else f"{best:.4f}"
     ax.set_title(f"{name}\nval_bpb {change}", loc="left", size=10, parse_math=False)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, handletextpad=0, columnspacing=1)
+    spacing = dict(borderpad=0, borderaxespad=0.3, handletextpad=0, columnspacing=1)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=9, **spacing)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -417,7 +403,7 @@ def main() -> int | None:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="train.py in this folder, with its options", allow_abbrev=False)
     one.add_argument("--limit", type=float, default=LIMIT, help="kill it after so many seconds (%(default)s)")
-    one.add_argument("--task", help=argparse.SUPPRESS)
+    one.add_argument("--task", nargs=4, help=argparse.SUPPRESS)
     many = commands.add_parser("wave", help="git revisions, each on a GPU of its own")
     many.add_argument("revisions", nargs="+", metavar="REV")
     many.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], help="such as 1,2,3")

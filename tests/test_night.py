@@ -90,20 +90,25 @@ class Night:
                     found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         return found
 
-    def process(self, script: str, *args: str, leads_session: bool | None = None) -> int:
-        """Waits for the one that runs a script with these first arguments."""
-        while True:
+    def process(self, script: str, *args: str, leads_session: bool | None = None, but: int = 0) -> int:
+        """Waits for one that runs a script with these first arguments; not that of pid `but`."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
             for pid, words in self.processes().items():
-                leads = leads_session in (None, pid == os.getsid(pid))
-                if leads and [Path(word).name for word in words[1:]][: 1 + len(args)] == [script, *args]:
-                    return pid
+                with contextlib.suppress(ProcessLookupError):
+                    leads = leads_session in (None, pid == os.getsid(pid))
+                    names = [Path(word).name for word in words[1 : len(args) + 2]]
+                    if leads and pid != but and names == [script, *args]:
+                        return pid
             time.sleep(0.01)
+        raise TimeoutError(self.processes())
 
-    def all_gone(self, seconds: float = 20) -> bool:
+    def all_gone(self, seconds: float = 60, runs: bool = False) -> bool:
+        """Within that time; `runs`: those of runs at least."""
         deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
+        while (left := self.runs() if runs else self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return not self.processes()
+        return not left
 
     def start(self, script: str, **env: str) -> subprocess.Popen:
         return subprocess.Popen(
