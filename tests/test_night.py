@@ -1,5 +1,6 @@
 """An agent's night: program.md's own commands, played in a scratch git repository with a stub for train.py."""
 
+import contextlib
 import math
 import os
 import random
@@ -8,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 from small_corpus import ROOT, WORDS
 
+import night as night_py
 import prepare
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
@@ -20,7 +23,7 @@ HEADER = "\t".join(prepare.COLUMNS) + "\n"
 
 # What train.py does around its training, in 0.3 s. BODY is what an experiment does in there.
 STUB = """\
-import os, signal, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 from prepare import log_result
 
 def interrupted(*_):
@@ -36,8 +39,8 @@ try:
     BODY
     status = log_result(val_bpb=val_bpb, memory_gb=2.0, **where)
     print(f"---\\nval_bpb:          {val_bpb:.6f}\\npeak_vram_mb:     2048.0\\nstatus:           {status}")
-except BaseException:
-    log_result(val_bpb=0.0, memory_gb=0.0, crashed=True, **where)
+except BaseException as error:
+    log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
     raise
 """
 
@@ -47,30 +50,65 @@ def command(step: str) -> str:
     return re.search(rf"{re.escape(step)}.*?```bash\n(.*?)```", PROGRAM, re.S)[1]
 
 
+RUN = command("**2. Run.**") + "wait"
+
+
 class Night:
     """A clone with one commit, its data prepared, at the end of program.md's set-up."""
 
     def __init__(self, folder: Path, cache: Path):
         self.folder, self.log = folder, folder / "run.log"
-        python = folder.with_name("bin") / "python"  # `python` is the one that runs the tests
+        binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
             folder / "prepare.py": (ROOT / "prepare.py").read_text("utf-8"),
+            folder / "night.py": (ROOT / "night.py").read_text("utf-8"),
             folder / "results.tsv": HEADER,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
-            python: f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+            binaries / "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+            binaries / "torch.py": "class cuda:\n    is_available = staticmethod(lambda: False)\n",
         }.items():
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
-        python.chmod(0o755)
+        (binaries / "python").chmod(0o755)
         who = {
             f"GIT_{role}_{key}": "night@example.org" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")
         }
-        self.env = (
-            os.environ | who | {"PATH": f"{python.parent}:{os.environ['PATH']}", "AUTORESEARCH_CACHE": str(cache)}
-        )
+        self.mark = f"NIGHT={uuid.uuid4()}"  # in the environment of every process that comes of this
+        self.env = os.environ | who | dict([self.mark.split("=")])
+        self.env |= {"AUTORESEARCH_CACHE": str(cache), "PYTHONPATH": str(binaries)}
+        self.env["PATH"] = f"{binaries}:{self.env['PATH']}"
         self.run("git init -q -b main && git add . && git commit -q -m start")
         self.run(command("## Set-up"))
+
+    def processes(self) -> dict[int, list[str]]:
+        """Those that come of this and still run: pid and arguments."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+        return found
+
+    def process(self, script: str, *args: str, leads_session: bool | None = None, but: int = 0) -> int:
+        """Waits for one that runs a script with these first arguments; not that of pid `but`."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            for pid, words in self.processes().items():
+                with contextlib.suppress(ProcessLookupError):
+                    leads = leads_session in (None, pid == os.getsid(pid))
+                    names = [Path(word).name for word in words[1 : len(args) + 2]]
+                    if leads and pid != but and names == [script, *args]:
+                        return pid
+            time.sleep(0.01)
+        raise TimeoutError(self.processes())
+
+    def all_gone(self, seconds: float = 60, runs: bool = False) -> bool:
+        """Within that time; `runs`: those of runs at least."""
+        deadline = time.monotonic() + seconds
+        while (left := self.runs() if runs else self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not left
 
     def start(self, script: str, **env: str) -> subprocess.Popen:
         return subprocess.Popen(
@@ -89,8 +127,11 @@ class Night:
     def experiment(self, description: str, body: str, **env: str) -> str:
         """Once through the loop; returns the status."""
         self.edit(description, body)
-        self.run(command("**2. Run.**"), **env)
+        self.train(**env)
         return self.decide()
+
+    def train(self, **env: str) -> None:
+        self.run(RUN, **env)
 
     def edit(self, description: str, body: str) -> None:
         (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
@@ -117,7 +158,8 @@ class Night:
         *_, kept = (row["commit"] for row in self.rows() if row["status"] == "keep")
         assert self.run(f"git diff {kept} -- train.py") == ""
         subjects = dict(line.split(" ", 1) for line in self.run("git log --format='%h %s' --abbrev=7").splitlines())
-        assert [subjects[row["commit"]] for row in self.rows()] == [row["description"] for row in self.rows()]
+        for row in self.rows():
+            assert re.fullmatch(re.escape(subjects[row["commit"]]) + r"( \[.+\])?", row["description"])
 
 
 @pytest.fixture
@@ -126,7 +168,7 @@ def night(prepared, tmp_path) -> Night:
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     assert night.decide() == "keep"
     assert night.experiment("wider", "val_bpb = 1.2") == "keep"
     assert night.experiment("deeper", "val_bpb = 1.25") == "discard"
@@ -134,36 +176,78 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.experiment("a typo", "val_bpb = = 1.1") == "crash"
     night.edit("slower", "time.sleep(60)")
     night.log.unlink()
-    loop = night.start(command("**2. Run.**"))
+    loop = night.start(RUN)
     while not night.log.exists() or "training" not in night.log.read_text():
         time.sleep(0.01)
-    os.killpg(loop.pid, signal.SIGINT)  # Ctrl-C; a shell may end by it before --log-crash
-    loop.wait(10)
+    os.kill(night.process("night.py", "run", leads_session=False), signal.SIGINT)
+    loop.wait(20)
     assert "KeyboardInterrupt" in night.log.read_text()
     assert night.decide() == "crash"
     assert night.experiment("head_dim 64", "val_bpb = 1.1") == "keep"
     assert night.experiment("head_dim 32", "val_bpb = 1.10") == "discard"  # a tie is no gain
-    names = "baseline, wider, deeper, no norm, a typo, slower, head_dim 64, head_dim 32".split(", ")
-    assert [row["description"] for row in night.rows()] == names
+    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 14], slower [KeyboardInterrupt], "
+    names += "head_dim 64, head_dim 32"
+    assert [row["description"] for row in night.rows()] == names.split(", ")
     night.assert_nothing_else_changed()
 
 
-def test_a_hang_that_ignores_sigterm_is_ended_and_logged(night):
-    night.edit("hang", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
-    night.run(command("**2. Run.**").replace("-k 30 600", "-k 0.5 1"))
-    assert [row["status"] for row in night.rows()] == ["crash"]
+@pytest.mark.parametrize(
+    ("body", "limit", "reason"),
+    [
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", 3, "no evaluation within 0.05 min"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "killed"),
+        ("os._exit(7)", 60, "exit status 7"),
+        ("os._exit(0)", 60, "no row"),
+    ],
+)
+def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit, reason):
+    night.edit("idea", body)
+    night.run(RUN.replace("night.py run", f"night.py run --limit {limit}"))
+    assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
+    assert not night.processes()
 
 
-def test_a_logged_run_gets_no_crash_row_even_if_its_row_had_to_be_rescued(night):
+def test_no_process_outlives_its_run(night):
+    """Not even one that has left its session, and ignores what can be ignored."""
+    daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    start = f"subprocess.Popen([sys.executable, '-c', {daemon!r}], start_new_session=True, stdout=-1).stdout.readline()"
+    night.experiment("leaves a daemon", f"{start}; val_bpb = 1.2")
+    assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
+
+
+@pytest.mark.parametrize(("guard", "rows"), [(False, ["idea [killed]"]), (True, [])])
+def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
+    night.edit("idea", "time.sleep(60)")
+    loop = night.start(RUN)
+    night.process("train.py")
+    os.kill(night.process("night.py", "run", leads_session=guard), signal.SIGKILL)
+    loop.wait(20)
+    assert night.all_gone()
+    assert [row["description"] for row in night.rows()] == rows
+
+
+def test_exit_status_options_and_output_are_those_of_train_py(night):
+    night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
+    process = night.start("python night.py run --seed 5 --limit 60")
+    assert "['--seed', '5']" in process.communicate(timeout=60)[0] and process.returncode == 3
+
+
+def test_a_budget_set_by_hand_leaves_no_crash_row(night):
+    """Nor would it leave a row if it were good."""
+    night.edit("smoke", "os._exit(1)")
+    night.run("python night.py run --seconds 5; python night.py run --tokens=5")
+    assert night.rows() == []
+
+
+def test_a_run_whose_row_the_file_refuses_leaves_it_in_its_log(night):
     (night.folder / "results.tsv").write_text("another header\n")
-    night.run(command("**2. Run.**"))
+    night.train()
     assert (night.folder / "results.tsv").read_text() == "another header\n"
-    rescued = prepare.read_results(night.folder / "results.tsv.rescued")
-    assert [row["status"] for row in rescued] == ["keep"]
+    assert "refuses this row" in night.log.read_text()
 
 
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     before = night.rows()
     night.run(
         "git commit -qam all; git add -A; git stash; git checkout -q -- .; git checkout -q main; git reset --hard"
@@ -173,9 +257,9 @@ def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
 
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     night.edit("half the lines", "val_bpb = 1.3")
-    night.run(command("**2. Run.**"))
+    night.train()
     night.run(re.search(r"`(sed -i .*?)`", PROGRAM)[1])
     assert night.decide() == "keep"
     assert night.experiment("worse", "val_bpb = 1.4") == "discard"
@@ -183,7 +267,7 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
 
 
 def test_two_runs_at_once_in_one_clone_lose_no_row(night):
-    loops = [night.start(command("**2. Run.**").replace("run.log", f"run.log.{i}")) for i in range(4)]
+    loops = [night.start(RUN.replace("run.log", f"run.log.{i}")) for i in range(4)]
     for loop in loops:
         loop.wait(60)
     assert sorted(row["status"] for row in night.rows()) == ["discard"] * 3 + ["keep"]
@@ -197,7 +281,7 @@ def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
         kill = {"KILL_AFTER": str(rng.uniform(0, 0.1))} if i in killed else {}  # while it trains, logs or prints
         night.experiment(f"idea {i}", f"val_bpb = {rng.gauss(1.2, 0.1):.4f}; time.sleep(0.05)", **kill)
     rows = night.rows()
-    assert [row["description"] for row in rows] == [f"idea {i}" for i in range(runs)]
+    assert [row["description"].removesuffix(" [killed]") for row in rows] == [f"idea {i}" for i in range(runs)]
     crashed = {i for i, row in enumerate(rows) if row["status"] == "crash"}
     assert crashed and crashed <= killed  # the others had logged before
     night.assert_nothing_else_changed()
@@ -205,7 +289,7 @@ def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
 
 def test_noise_rows_are_named_by_their_seed(night):
     for seed in "12":
-        night.run(command("## Noise").replace("seed=1", f"seed={seed}"))
+        night.run(command("## Noise").replace("seed=1", f"seed={seed}") + "wait")
     assert [row["description"] for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
 
 
@@ -257,7 +341,7 @@ def test_picture_has_a_panel_a_gpu_with_every_experiment_and_names_the_kept_ones
     simulated(prepare.RESULTS)
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    prepare.plot(tmp_path / "progress.png")
+    night_py.plot(tmp_path / "progress.png")
     rows = prepare.read_results(prepare.RESULTS)
     by_gpu = [[row for row in rows if row["gpu"] == gpu] for gpu in ("NVIDIA H200", "Tesla T4")]
     axes = figures[0].axes
@@ -279,7 +363,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     prepare.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        prepare.plot(tmp_path / "progress.png")
+        night_py.plot(tmp_path / "progress.png")
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -288,14 +372,14 @@ def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
         prepare.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
-    prepare.plot(tmp_path / "progress.png")
+    night_py.plot(tmp_path / "progress.png")
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        prepare.plot(tmp_path / "progress.png")
+        night_py.plot(tmp_path / "progress.png")
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):
