@@ -165,10 +165,14 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
             start += tl.num_programs(0) * BLOCK
 
 
+def _tracing(x: Tensor) -> bool:
+    """Whether torch.compile is tracing: Dynamo, or AOTAutograd, which before torch 2.13 does not say so."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def _saved_stays(saved: Tensor) -> bool:
-    """Whether what the running backward saved must stay: for retain_graph, or because torch.compile is tracing."""
-    traced = torch.compiler.is_compiling() or type(saved) is not Tensor  # before torch 2.13 only Dynamo sets the first
-    return traced or torch._C._autograd._get_current_graph_task_keep_graph()
+    """Whether the running backward must keep what was saved: for retain_graph, or because torch.compile is tracing."""
+    return _tracing(saved) or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
@@ -399,6 +403,7 @@ CODES = {  # 16 quantiles of N(0, 1), https://arxiv.org/abs/2305.14314; a sign b
     "fp4": tuple(sign * v / 12 for sign in (1.0, -1.0) for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FEW_ROWS = 16  # of x, on CUDA: bitsandbytes' op then reads the 4 bits only, in one launch
 # bitsandbytes takes this file for the hub's package `kernels` and on some CPUs warns that something is missing from it
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -408,6 +413,14 @@ def _check_format(shape: tuple[int, ...], quant_type: str, block_size: int) -> N
         raise ValueError(f"need 'nf4' or 'fp4' and a power of two from 32 to 4096, not {quant_type!r} and {block_size}")
     if shape[-1] % block_size:  # a block would run into the next row: bitsandbytes' CPU kernel is silently wrong there
         raise ValueError(f"the last dimension must be a multiple of block_size={block_size}, not {tuple(shape)}")
+
+
+@functools.cache
+def _bitsandbytes():
+    """Its ops. The import takes a second: not before they are needed."""
+    import bitsandbytes  # noqa: F401, registers them
+
+    return torch.ops.bitsandbytes
 
 
 @torch.no_grad()
@@ -421,9 +434,7 @@ def quantize_4bit(
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
-    import bitsandbytes  # noqa: F401, registers the op; takes a second, hence not at the top
-
-    packed, _ = torch.ops.bitsandbytes.quantize_4bit.default(w, block_size, quant_type, torch.uint8)
+    packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
     # the same absmax, except that theirs passes over NaN on CUDA, and the loss would stay finite
     absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
     if check_finite and not absmax.isfinite().all():
@@ -453,22 +464,41 @@ def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP
         tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
 
-_compiled = {}  # with Triton's own lookup of the compiled kernel a launch takes two to three times the host time
+_launchers = {}  # by what Triton specializes a kernel on: its own lookup takes two to three times the host time
 
 
 def _dequantize_triton(packed, absmax, code, out, block_size):
     n_words = out.numel() // 8
     grid, constants = (-(-n_words // 512), 1, 1), (n_words, block_size // 8, 128)
-    key = constants, out.dtype, out.device, (packed.data_ptr() | absmax.data_ptr()) % 16  # what Triton specializes on
-    if kernel := _compiled.get(key):
-        kernel[grid](packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), out.data_ptr(), *constants)
+    pointers = packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), out.data_ptr()
+    key = constants, out.dtype, out.device, (pointers[0] | pointers[1]) % 16  # torch aligns code and out to 16 bytes
+    if launch := _launchers.get(key):
+        launch(*pointers, *constants)
     else:
-        _compiled[key] = _dequantize_kernel[grid](packed.view(-1).view(torch.int32), absmax, code, out, *constants)
+        kernel = _dequantize_kernel[grid](packed.view(-1).view(torch.int32), absmax, code, out, *constants)
+        _launchers[key] = kernel and kernel[grid]  # None in Triton's interpreter
+    return out
 
 
 @functools.cache
 def _code(quant_type: str, device: torch.device) -> Tensor:
     return torch.tensor(CODES[quant_type], dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _code_pairs(quant_type: str, device: torch.device) -> Tensor:
+    """(256, 2): the two codes of each byte, that of its high half first."""
+    code = _code(quant_type, device)
+    return torch.cartesian_prod(code, code)
+
+
+def _dequantize(packed, absmax, shape, dtype, quant_type, block_size):
+    """`dequantize_4bit` of arguments known to be right."""
+    if packed.is_cuda:
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
+        return _dequantize_triton(packed, absmax, _code(quant_type, packed.device), out, block_size)
+    codes = _code_pairs(quant_type, packed.device).index_select(0, packed.view(-1).int())
+    return (codes.view(-1, block_size) * absmax.view(-1, 1)).to(dtype).view(shape)
 
 
 def dequantize_4bit(
@@ -480,29 +510,32 @@ def dequantize_4bit(
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
         raise ValueError(f"{tuple(shape)} needs uint8 for {n} weights and fp32 for as many, not {stored}")
-    out = packed.new_empty(shape, dtype=dtype)
-    code = _code(quant_type, packed.device)
-    if packed.is_cuda:
-        _dequantize_triton(packed, absmax, code, out, block_size)
-    else:
-        pairs = torch.cartesian_prod(code, code)  # (256, 2): row b is code[b >> 4], code[b & 15]
-        out.view(-1, block_size).copy_(pairs[packed.view(-1).int()].view(-1, block_size) * absmax.view(-1, 1))
-    return out
+    return _dequantize(packed, absmax, shape, dtype, quant_type, block_size)
 
 
 def _matmul_4bit(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
 ) -> Tensor:
     """x W, (..., N) -> (..., K), or with `transpose` x W^T + bias, (..., K) -> (..., N)."""
-    k, n = x.shape[-1], 2 * packed.numel() // x.shape[-1]  # the GEMM's
-    w = dequantize_4bit(packed, absmax, (n, k) if transpose else (k, n), x.dtype, quant_type, block_size)
-    return F.linear(x, w, None if bias is None else bias.to(x.dtype)) if transpose else x @ w
+    k = x.shape[-1]  # the GEMM's
+    n = 2 * packed.numel() // k
+    if transpose and bias is not None:
+        bias = bias.to(x.dtype)
+    if transpose and packed.is_cuda and 0 < x.numel() <= FEW_ROWS * k:
+        return _bitsandbytes().gemm_4bit.default(x, packed, (n, k), absmax, block_size, quant_type, bias)
+    w = _dequantize(packed, absmax, (n, k) if transpose else (k, n), x.dtype, quant_type, block_size)
+    return F.linear(x, w, bias) if transpose else x @ w
 
 
 _OP = "autoresearch::matmul_4bit"  # made by torch.library.custom_op, it would take three times the host time a call
 torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
 torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
+
+
+def _fastest(x):
+    """The op where torch.compile is tracing; in eager mode the dispatcher would only take host time."""
+    return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
 class _Linear4bit(torch.autograd.Function):
@@ -512,17 +545,20 @@ class _Linear4bit(torch.autograd.Function):
     def forward(ctx, x, packed, absmax, weight, bias, quant_type, block_size):
         ctx.format = quant_type, block_size
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, packed, absmax)
-        return torch.ops.autoresearch.matmul_4bit(x, packed, absmax, bias, True, quant_type, block_size)
+        return _fastest(x)(x, packed, absmax, bias, True, quant_type, block_size)
 
     @staticmethod
     def backward(ctx, dy):
         assert not torch.is_grad_enabled(), "the 4-bit linear has no second derivative"
         x, packed, absmax = ctx.saved_tensors
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])  # (M, N)
-        dx = torch.ops.autoresearch.matmul_4bit(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
-        dw = (rows.T @ x.reshape(-1, x.shape[-1])).float() if need_dw else None  # straight through the quantizer
-        db = rows.sum(0, dtype=torch.float32) if need_db else None
+        dx = dw = db = None
+        if need_dx:
+            dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format)
+        if need_dw:  # straight through the quantizer
+            dw = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).float()
+        if need_db:
+            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
         return dx, None, None, dw, db, None, None
 
 
@@ -569,9 +605,13 @@ class Linear4bit(nn.Module):
         self.absmax.copy_(absmax)
 
     def forward(self, x: Tensor) -> Tensor:
-        device, k = self.packed.device, self.in_features
-        if x.dtype not in FLOATS or x.device != device or x.shape[-1] != k:
-            raise ValueError(f"need floats (..., {k}) on {device}, not {x.dtype} {tuple(x.shape)} on {x.device}")
+        packed, absmax, k = self.packed, self.absmax, self.in_features
+        if x.dtype not in FLOATS or x.device != packed.device or x.shape[-1] != k:
+            raise ValueError(f"need floats (..., {k}) on {packed.device}, not {x.dtype} {tuple(x.shape)} on {x.device}")
+        if absmax.dtype != torch.float32:
+            raise ValueError(f"absmax must stay fp32, not {absmax.dtype}: cast x, not the layer")
         if torch.is_autocast_enabled(x.device.type):  # not register_autocast, which would round absmax too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _Linear4bit.apply(x, self.packed, self.absmax, self.weight, self.bias, *self.format)
+        if torch.is_grad_enabled():
+            return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
+        return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)

