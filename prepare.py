@@ -489,6 +489,12 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
+    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens else f", {seconds:g} s" if seconds else ""
+    return (f" as {gpu}" if gpu else "") + budget
+
+
 def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer) -> None:
     """Trains, evaluates, logs the row, saves the weights of a kept run, prints the summary."""
     import torch
@@ -496,11 +502,7 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
     logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night.py sets it
-    label = gpu_name() if device.type == "cuda" else "cpu"
-    if args.gpu not in (None, label):
-        label += f" as {args.gpu}"
-    if args.seconds is not None or args.tokens is not None:
-        label += f", {args.seconds:g} s" if args.tokens is None else f", {args.tokens / 1e6:g} M tokens"
+    label = (gpu_name() if device.type == "cuda" else "cpu") + budget_name(args.seconds, args.tokens, args.gpu)
     # All of the row that another prepare.py or commit could change meanwhile
     commit, description = git_head()
     row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
