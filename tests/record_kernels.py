@@ -9,8 +9,8 @@ What is inside torch.compile is counted from the graphs that AOTAutograd and its
 the rest op by op. In a graph GEMMs, attention, scatters and custom ops are kernels by themselves, as in Inductor. Of
 the other ops those have a buffer that reduce, that such a kernel or the graph's caller reads, or that read more than
 four buffers for several readers; the rest is recomputed by its readers. Buffers of one stage over equally many elements
-are one kernel; a stage ends with a kernel by itself and with a reduction of more than rows. For a block of train.py
-that makes within 1% of the bytes that Inductor plans on a CPU (forward 11% less, backward 10% more).
+are one kernel; a stage ends with a kernel by itself and with a reduction of more than rows. For a block compiled by
+itself that made within 1% of the bytes that Inductor plans on a CPU (forward 11% less, backward 10% more).
 """
 
 import functools
