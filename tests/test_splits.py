@@ -159,6 +159,15 @@ def test_the_embedded_corpus_is_each_module_of_the_standard_library_once(tmp_pat
     assert [len(splits[split]) for split in ("train", "test", "val")] == [82, 4, 4]
 
 
+def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 3)
+    documents = [f"{i} " + "and so on " * (27_000 if i % 3 else 9_000) for i in range(40)]  # 30 batches
+    write_parquet(tmp_path / "data" / "a.parquet", documents)
+    write_parquet(tmp_path / "data" / "b.parquet", ["the last file"])
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    assert splits["train"] + splits["test"] == documents
+
+
 def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 1000)
     for name in ("a", "shard_06541", "shard_06542"):
