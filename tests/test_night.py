@@ -307,13 +307,15 @@ def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path)
     assert not (tmp_path / "results.tsv").exists()  # a short run is never logged
 
 
-def test_commands_in_the_documents_exist():
-    """Each flag of train.py and prepare.py."""
+def test_options_in_the_documents_exist():
+    """Each of train.py, prepare.py and night.py."""
+    sources = {name: (ROOT / f"{name}.py").read_text("utf-8") for name in ("train", "prepare", "night")}
+    known = {name: set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
+    known["night"] |= known["train"]  # run passes them on
     for document in ("README.md", "program.md", "colab.ipynb"):
         for script, arguments in re.findall(r"(\w+)\.py([^`|;&>\n]*)", (ROOT / document).read_text("utf-8")):
-            if (ROOT / f"{script}.py").exists():
-                known = re.findall(r'add_argument\(\s*"(--[\w-]+)"', (ROOT / f"{script}.py").read_text("utf-8"))
-                assert set(re.findall(r"--[a-z-]+", arguments)) <= set(known), (document, script, arguments)
+            if script in known:
+                assert set(re.findall(r"--[a-z-]+", arguments)) <= known[script], (document, script, arguments)
 
 
 # ---- the picture, and autoresearch's notebook ----
@@ -334,28 +336,76 @@ def simulated(path: Path, runs: int = 120) -> None:
     path.write_text("".join(lines), "utf-8")
 
 
-def test_picture_has_a_panel_a_gpu_with_every_experiment_and_names_the_kept_ones(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws the log; returns a pair (chart, table) of axes for each gpu and dataset."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
-    simulated(prepare.RESULTS)
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    night_py.plot(tmp_path / "progress.png")
-    rows = prepare.read_results(prepare.RESULTS)
-    by_gpu = [[row for row in rows if row["gpu"] == gpu] for gpu in ("NVIDIA H200", "Tesla T4")]
-    axes = figures[0].axes
-    for ax, table, panel in zip(axes[::2], axes[1::2], by_gpu, strict=True):
-        points = [tuple(point) for marks in ax.collections for point in marks.get_offsets()]
-        assert sorted(x for x, _ in points) == list(range(1, len(panel) + 1))  # each once, none squeezed out
-        bottom, top = ax.get_ylim()
-        assert all(bottom <= y <= top for _, y in points)
+
+    def draw() -> list[tuple]:
+        night_py.plot(tmp_path / "progress.png")
+        assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
+        return list(zip(figures[-1].axes[::2], figures[-1].axes[1::2], strict=True))
+
+    return draw
+
+
+def check_chart(chart, table, rows: list[dict]) -> None:
+    """Each experiment is a mark that no edge cuts, crashes lie below all others, each kept one is in the table."""
+    points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
+    assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
+    (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
+    assert all(left < x < right and bottom + 0.02 * (top - bottom) < y < top - 0.02 * (top - bottom) for x, y in points)
+    scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
+    assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
+    assert min(chart.get_yticks()) > bottom and 0.003 * min(scores) < top - bottom
+    text = table.texts[0].get_text()
+    numbers = [number for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
+    assert [int(number) for number in re.findall(r"^ *(\d+)  ", text, re.M)] == numbers
+    for number in numbers:
+        assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
+    counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
+    assert sum(counts) == len(rows)
+
+
+def test_picture_has_a_chart_for_each_gpu_with_every_experiment_and_a_table_of_the_kept_ones(drawn):
+    simulated(prepare.RESULTS)
+    rows = prepare.read_results()
+    for (chart, table), gpu in zip(drawn(), ("NVIDIA H200", "Tesla T4"), strict=True):
+        panel = [row for row in rows if row["gpu"] == gpu]
+        check_chart(chart, table, panel)
+        assert chart.get_title("left").startswith(f"{gpu}, d-1\n")
         scores = [row["val_bpb"] for row in panel if row["status"] != "crash"]
-        assert bottom < min(scores) and scores[0] < top and top - bottom < 1.5 * (scores[0] - min(scores))
-        text = table.texts[0].get_text()
-        assert all(row["description"] in text for row in panel if row["status"] == "keep")
-        best = [y for y in ax.lines[0].get_ydata() if math.isfinite(y)]
+        bottom, top = chart.get_ylim()
+        assert scores[0] < top and top - bottom < 1.6 * (scores[0] - min(scores))  # outliers do not squeeze the rest
+        best = [y for y in chart.lines[0].get_ydata() if math.isfinite(y)]
         assert best == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("runs", [1, 3, 30, 300])
+@pytest.mark.parametrize("kept", ["one", "some"])
+def test_picture_is_whole_whatever_the_number_of_experiments(drawn, runs, kept):
+    """Also if all but the first have crashed, and if a description is long."""
+    for i in range(runs):
+        reason = {"reason": "out of memory"} if i and (kept == "one" or i % 7 == 1) else {}
+        score = dict(val_bpb=1.1854 - 0.1 * i / runs, memory_gb=1.0, gpu="g", dataset="d")
+        prepare.log_result(**score, **reason, commit=f"{i:07x}", description=f"idea {i} " + 30 * "long ")
+    ((chart, table),) = drawn()
+    check_chart(chart, table, prepare.read_results())
+    assert (" to " in chart.get_title("left")) == (kept == "some" and runs > 1)
+
+
+def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
+    where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
+    prepare.log_result(val_bpb=1.3, description="idea [2]", **where)
+    prepare.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
+    prepare.log_result(val_bpb=0.0, description="other", reason="killed", **where)
+    prepare.log_result(val_bpb=1.2, description="idea, seed 1", **where)
+    ((chart, _),) = drawn()
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["2 kept", "1 crashed"]
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
