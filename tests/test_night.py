@@ -296,7 +296,7 @@ def test_noise_rows_are_named_by_their_seed(night):
 def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path):
     for name in ("prepare.py", "kernels.py", "train.py"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    train = [sys.executable, "train.py", "--seconds", "1", "--platform", "cpu"]
+    train = [sys.executable, "train.py", "--seconds", "1", "--gpu", "cpu"]
     with open(tmp_path / "run.log", "w") as log:
         env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
         subprocess.run(train, cwd=tmp_path, env=env, stdout=log, stderr=log, check=True, timeout=120)
