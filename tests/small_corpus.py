@@ -40,4 +40,4 @@ def tree(folder: Path) -> dict[str, bytes]:
 def run_prepare(*args, cache: Path | str, **env: str) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "prepare.py", *map(str, args)]
     env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

@@ -634,7 +634,7 @@ open({str(clone.folder / "seen")!r}, "w").close()
 assert touched, "the audit sees what there is"
 """
     environment = NO_GPU | {"AUTORESEARCH_CACHE": str(clone.folder.parent / "cache")}
-    subprocess.run([sys.executable, "-B", "-c", code], cwd=clone.folder, env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-B", "-c", code], cwd=clone.folder, env=environment, check=True, timeout=600)
 
 
 # Saved weights
