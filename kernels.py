@@ -189,10 +189,11 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 def _split_scale(row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`row_scale` in two factors: what the kernel multiplies by before it rounds to `dtype`, and what `_scaled` does
     afterwards, which is 1 except in fp16, whose range is too small for a mean's 1/n."""
-    if dtype != torch.float16:
-        return row_scale, row_scale.new_ones(())
-    limits = torch.finfo(torch.float32)
-    late = row_scale.abs().amax().clamp(limits.tiny, limits.max)
+    one = row_scale.new_ones(())
+    if dtype != torch.float16 or row_scale.numel() == 0:
+        return row_scale, one
+    late = row_scale.abs().amax()
+    late = torch.where((late > 0) & late.isfinite(), late, one)  # a mean over no target has 1/n = inf and gradients 0
     return row_scale / late, late
 
 

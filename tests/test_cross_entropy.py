@@ -15,7 +15,8 @@ from kernels import FusedCrossEntropyLoss, fused_cross_entropy, fused_linear_cro
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 ROW_KERNELS = [kernels._rows_torch, kernels._rows_triton]
-UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # the largest relative rounding error
+ORDER = 8 * UNIT[torch.float32]  # what the order of a sum may change
 
 
 def softcapped(z: Tensor, softcap: float | None) -> Tensor:
@@ -188,13 +189,12 @@ def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, devic
     reference = in_float64(x, weight, targets, softcap=softcap)
     ours = gradients(fused_linear_cross_entropy, x, weight, targets, softcap=softcap)
     theirs = gradients(eager, x, weight, targets, softcap=softcap)
-    order = 8 * UNIT[torch.float32]  # what the order of a sum may change
     for i in (1, 2):  # dx, dW
-        assert error(ours[i], reference[i]) <= 1.1 * error(theirs[i], reference[i]) + order
+        assert error(ours[i], reference[i]) <= 1.1 * error(theirs[i], reference[i]) + ORDER
     with torch.no_grad():  # row by row: errors of a mean cancel by luck
         rows = [f(x, weight, targets, softcap=softcap, reduction="none") for f in (fused_linear_cross_entropy, eager)]
         exact = eager(x.double(), weight.to(dtype).double(), targets, softcap=softcap, reduction="none")
-    assert error(rows[0], exact) <= 1.1 * error(rows[1], exact) + order
+    assert error(rows[0], exact) <= 1.1 * error(rows[1], exact) + ORDER
 
 
 @pytest.mark.parametrize(("scale", "spread"), [(65536.0, 1), (1.0, 64)])
@@ -292,16 +292,6 @@ def test_a_chunk_is_bounded_and_aligned():
             assert kernels._chunk_rows(2**18, 2**26, 2, torch.device("cuda")) == 8
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_empty_batch_and_nothing_but_ignored_targets(reduction, device):
-    some_x, weight, some_targets = example(8, 16, 30, torch.float32, device)
-    for x, targets in ((some_x[:0], some_targets[:0]), (some_x, torch.full_like(some_targets, -1))):
-        loss, dx, dw = gradients(fused_linear_cross_entropy, x, weight, targets, reduction=reduction)
-        expected = eager(x, weight, targets, reduction=reduction)
-        torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
-        assert dx.shape == x.shape and not dx.any() and not dw.any()
-
-
 def test_any_strides(device):
     x, weight, targets = example(60, 32, 40, torch.float32, device)
     expected = gradients(fused_linear_cross_entropy, x, weight, targets)
@@ -334,6 +324,39 @@ def of_logits(x, weight, targets, **options):
 
 
 BOTH = [fused_linear_cross_entropy, of_logits]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("function", BOTH)
+def test_without_targets_a_mean_is_nan_a_sum_is_zero_and_so_are_gradients(function, dtype, reduction, device):
+    """As in F.cross_entropy, under a loss scale too: whether the batch is empty or all of it is ignored."""
+    some_x, weight, some_targets = example(8, 16, 30, dtype, device)
+    for x, targets in ((some_x[:0], some_targets[:0]), (some_x, torch.full_like(some_targets, -1))):
+        options = {"reduction": reduction, "factor": 65536.0}
+        for results in (gradients(f, x, weight, targets, **options) for f in (function, eager)):
+            loss, dx, dw = results
+            assert loss.isnan() if reduction == "mean" else not loss.any()
+            assert dx.shape == x.shape and dw.shape == weight.shape
+            assert not dx.any() and not dw.any()  # NaN would be true
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("function", BOTH)
+def test_an_ignored_row_has_no_loss_and_no_gradient(function, dtype, reduction, device):
+    x, weight, targets = example(60, 16, 30, dtype, device, ignore_index=7)
+    kept = targets != 7
+    options = {"reduction": reduction, "ignore_index": 7}
+    loss, dx, dw = gradients(function, x, weight, targets, **options)
+    assert kept.any() and not kept.all()
+    assert not dx[~kept].any() and dx[kept].any(1)[1:].all()  # 'none' weighs the first row with 0
+    if reduction == "none":
+        assert not loss[~kept].any() and loss[kept].all()
+    else:
+        alone = gradients(function, x[kept], weight, targets[kept], **options)
+        for result, expected in zip((loss, dx[kept], dw), alone, strict=True):
+            assert error(result, expected.double()) <= 2 * UNIT[dtype] + ORDER
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
