@@ -1066,13 +1066,11 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     with suppress(PrepareError):
         if ready and current_dataset() == directory:
             return directory
-    splits = None
-    if not ready:
-        splits = file_splits(files, test_files, num_shards) if files else hub_splits(data, num_shards)
     cache_dir().mkdir(parents=True, exist_ok=True)
     with open(cache_dir() / "lock", "ab") as file:
         lock(file, math.inf, f"another prepare.py is at work in {cache_dir()}: waiting for it")
-        if splits:
+        if not ready:
+            splits = file_splits(files, test_files, num_shards) if files else hub_splits(data, num_shards)
             build(directory, *splits)
         with new_file(cache_dir() / "current") as current:
             current.write(f"{name}\n".encode())

@@ -218,6 +218,16 @@ def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_e
     assert id_after(folder="elsewhere/data") == before
 
 
+def test_dataset_id_changes_with_the_order_of_train_shards(tmp_path):
+    ids = []
+    for order in ("abc", "acb"):  # the same first file, hence the same tokenizer
+        for name, seed in zip(order + "v", (0, 1, 2, 3), strict=True):
+            write_parquet(tmp_path / order / "data" / f"{name}.parquet", texts(seed))
+        write_parquet(tmp_path / order / "data" / prepare.TEST_FILE, texts(4))
+        ids.append(prepare.dataset_id(prepare.prepare(str(tmp_path / order / "data"))))
+    assert ids[0] != ids[1]
+
+
 def test_a_test_file_beside_a_prepared_folder_leaves_train_and_val_as_they_were(tmp_path):
     folder = tmp_path / "corpus"
     write_corpus(folder)
@@ -289,6 +299,24 @@ def test_climbmix_prepared_before_gets_its_test_split_as_its_line_says(cache, ca
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix", "--num-shards", "1"])
     prepare.main()
     assert tree(folder) == before and (folder / "test_00000.bin").read_bytes() == test
+
+
+def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
+    write_texts(tmp_path / "data", numbered(0, 50), numbered(50, 100), numbered(100, 110))
+
+    def documents(part: Part, real=prepare.documents):
+        if (part.path.name, part.stop) == ("001.txt", 45):  # the last train shard
+            raise KeyboardInterrupt
+        return real(part)
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(prepare, "documents", documents)
+        prepare.prepare(str(tmp_path / "data"))
+    (kept,) = (tmp_path / "cache").rglob("train_00000.bin")
+    inode = kept.stat().st_ino
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    assert splits == {"train": numbered(0, 95), "test": numbered(95, 100), "val": numbered(100, 110)}
+    assert kept.stat().st_ino == inode
 
 
 # Downloading and tokenizing overlap
