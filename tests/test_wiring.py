@@ -109,8 +109,10 @@ def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
 def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
     """Runs train.py's command line for so many tokens."""
 
-    def run(tokens: int, *args: str, config=None, dtype=torch.float32, memory=math.inf, warm_up=True) -> Run:
-        """memory: sequences in one device batch that do not fit any longer."""
+    def run(
+        tokens: int, *args: str, config=None, dtype=torch.float32, memory=math.inf, warm_up=True, loss_scale=None
+    ) -> Run:
+        """memory: sequences in one device batch that do not fit any longer; loss_scale: in fp16, at the start."""
         record, training, out = Run(), [], io.StringIO()
         init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
         start, stop, set_schedules = prepare.Clock.start, prepare.Clock.stop, train.set_schedules
@@ -164,6 +166,8 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
             patch.setattr(prepare.Clock, "stop", on_stop)
             patch.setattr(train, "SIZES", ((0, config or settings()),))
             patch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
+            if loss_scale:
+                patch.setattr(train, "make_scaler", lambda model: torch.amp.GradScaler("cpu", init_scale=loss_scale))
             if not warm_up:
                 patch.setattr(train, "warm_up", lambda model: None)
             patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -317,3 +321,11 @@ def test_a_run_is_bit_for_bit_what_it_is_without_warm_up(run, dtype):
     assert equal(warm.final, cold.final)
     assert warm.summary["skipped_steps"] == cold.summary["skipped_steps"]
     assert not equal(warm.initial, warm.final)
+
+
+def test_a_step_whose_gradients_overflow_leaves_the_weights_as_they_are_and_is_counted(run):
+    record = run(8 * T * 10, dtype=torch.float16, loss_scale=2.0**36)
+    weights = [record.initial, *(step.weights for step in record.steps)]
+    skipped = [equal(before, after) for before, after in pairwise(weights)]
+    assert skipped[0] and not skipped[-1], "the scale has fallen far enough"
+    assert record.summary["skipped_steps"] == str(sum(skipped))
