@@ -149,22 +149,21 @@ def wave(args: argparse.Namespace) -> int:
         raise PrepareError("--per-gpu takes --tokens N: runs that share a GPU slow each other down")
     args.address = args.address or os.environ.get("RAY_ADDRESS")
     dataset, budget = prepare.dataset_id(), prepare.budget_name(args.seconds, args.tokens, args.gpu)
-    name = r"((?! as )[^,])+" if args.address else re.escape(prepare.gpu_name())  # in a cluster any GPU will do
-    gpu = re.compile(name + re.escape(budget))
+    ask = "import torch.cuda as c\nfor i in range(c.device_count()): print(c.get_device_name(i))"  # leaves no context
+    here = subprocess.run([sys.executable, "-c", ask], stdout=-1, text=True).stdout.splitlines() or ["cpu"]
+    names = r"((?! as )[^,])+" if args.address else "|".join(map(re.escape, here))  # of a cluster any GPU will do
+    gpu = re.compile(f"({names}){re.escape(budget)}")
 
     def rows() -> list[dict]:
         return [row for row in prepare.read_results() if row["dataset"] == dataset and gpu.fullmatch(row["gpu"])]
 
-    runs = []
-    for line in (
-        git("log", "--no-walk=unsorted", "--format=%H %s", *args.revisions, "--").decode(errors="replace").splitlines()
-    ):
-        commit, _, subject = line.partition(" ")
+    runs, log = [], git("log", "--no-walk=unsorted", "--format=%H %s", *args.revisions, "--")
+    for commit, _, subject in (line.partition(" ") for line in log.decode(errors="replace").splitlines()):
         for seed in args.seeds or [None]:
             runs.append(Run(commit, prepare.clean(subject if seed is None else f"{subject}, seed {seed}"), seed))
     todo = [run for run in runs if args.again or not any(map(run.owns, rows()))]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    complete = not todo or drive(todo, args, dataset, budget)
+    complete = not todo or drive(todo, args, dataset, here[0], budget)
 
     table = {(str(run), row["gpu"]): row for row in rows() for run in runs if run.owns(row)}  # the last of each
     kept = [row for row in rows() if row["status"] == "keep" and not any(run.owns(row) for run in runs)]
@@ -180,7 +179,7 @@ def wave(args: argparse.Namespace) -> int:
     return 0 if complete else 130
 
 
-def drive(runs: list[Run], args: argparse.Namespace, dataset: str, budget: str) -> bool:
+def drive(runs: list[Run], args: argparse.Namespace, dataset: str, gpu: str, budget: str) -> bool:
     """Has Ray train them, and logs their rows as they end. False: it was interrupted."""
     if not args.address:
         os.environ.update(LOCAL | os.environ)  # read when Ray is imported
@@ -217,7 +216,7 @@ def drive(runs: list[Run], args: argparse.Namespace, dataset: str, budget: str) 
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(content)
             rows = prepare.read_results(file.name)
-        row = rows[-1] if rows else dict(val_bpb=0.0, memory_gb=0.0, gpu=prepare.gpu_name() + budget, dataset=dataset)
+        row = rows[-1] if rows else dict(val_bpb=0.0, memory_gb=0.0, gpu=gpu + budget, dataset=dataset)
         if row.pop("status", "crash") == "crash":
             row["reason"] = row.get("description", reason).strip("[]")
         row |= {"commit": run.commit, "description": run.description}

@@ -66,9 +66,10 @@ class Night:
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
             binaries / "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
-            binaries / "torch.py": "class cuda:\n    is_available = staticmethod(lambda: False)\n",
+            binaries / "torch" / "__init__.py": "from . import cuda",
+            binaries / "torch" / "cuda.py": "is_available = device_count = int",
         }.items():
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
         (binaries / "python").chmod(0o755)
         who = {

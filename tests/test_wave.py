@@ -59,9 +59,9 @@ class Clone(Night):
         env = self.env | {"CUDA_VISIBLE_DEVICES": ""} | env
         return subprocess.Popen(command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, process_group=0)
 
-    def finish(self, wave: subprocess.Popen, code: int = 0) -> str:
+    def finish(self, wave: subprocess.Popen, code: int = 0, timeout: float = 600) -> str:
         """What it printed; all processes of its runs are gone when it is."""
-        output = wave.communicate(timeout=300)[0]
+        output = wave.communicate(timeout=timeout)[0]
         assert wave.returncode == code and not self.runs(), output
         return output
 
@@ -78,8 +78,12 @@ class Clone(Night):
 
 
 @pytest.fixture
-def clone(prepared, tmp_path) -> Clone:
-    return Clone(tmp_path / "clone", prepared)
+def clone(prepared, tmp_path):
+    clone = Clone(tmp_path / "clone", prepared)
+    yield clone
+    for pid in clone.processes():  # of a test that has failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def listening(pids) -> set[str]:
@@ -207,7 +211,7 @@ def test_no_process_outlives_a_killed_wave(clone):
 def test_200_runs_on_8_slots_leave_200_rows(clone):
     clone.commit(good=SIX["good"], crash="1 / (args.seed % 10)")
     seeds = ",".join(map(str, range(100)))
-    clone.finish(clone.wave("good", "crash", f"--seeds={seeds}", "--per-gpu=8", "--tokens=5"))
+    clone.finish(clone.wave("good", "crash", f"--seeds={seeds}", "--per-gpu=8", "--tokens=5"), timeout=3600)
     scores = clone.scores()
     assert len(scores) == 200
     assert sum(status == "crash" for status in scores.values()) == 10 and "crash, seed 70 [ZeroDivisionError]" in scores
