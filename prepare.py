@@ -420,7 +420,7 @@ def run(train: Callable, build_model: Callable) -> None:
         if args.sample is None:
             experiment(train, args, device, gpu, tokenizer)
         else:
-            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample))
+            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample, args.seed))
     except (PrepareError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -444,17 +444,11 @@ class GPU:
 
 # --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
 GPUS = {
-    "T4": ((7, 5), 40, 1590, False),
-    "V100": ((7, 0), 80, 1530, False),
-    "L4": ((8, 9), 58, 2040, False),
-    "RTX3060": ((8, 6), 28, 1777, True),
-    "RTX3090": ((8, 6), 82, 1695, True),
-    "RTX4090": ((8, 9), 128, 2520, True),
-    "A100": ((8, 0), 108, 1410, False),
-    "H100": ((9, 0), 132, 1980, False),
-    "H200": ((9, 0), 132, 1980, False),
+    "T4": ((7, 5), 40, 1590, False), "V100": ((7, 0), 80, 1530, False), "L4": ((8, 9), 58, 2040, False),
+    "RTX3060": ((8, 6), 28, 1777, True), "RTX3090": ((8, 6), 82, 1695, True), "RTX4090": ((8, 9), 128, 2520, True),
+    "A100": ((8, 0), 108, 1410, False), "H100": ((9, 0), 132, 1980, False), "H200": ((9, 0), 132, 1980, False),
     "B200": ((10, 0), 148, 1965, False),
-}
+}  # fmt: skip
 # Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
 # they assume less than the highest clock.
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
@@ -502,7 +496,7 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
     logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night.py sets it
-    label = (gpu_name() if device.type == "cuda" else "cpu") + budget_name(args.seconds, args.tokens, args.gpu)
+    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
     # All of the row that another prepare.py or commit could change meanwhile
     commit, description = git_head()
     row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
@@ -620,10 +614,11 @@ def load_weights(build_model: Callable, device, capability: tuple[int, int] | No
     return model
 
 
-def sample(model, tokenizer: Tokenizer, text: str, tokens: int = 256, temperature: float = 0.8) -> str:
+def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, temperature: float = 0.8) -> str:
     """Continues a text until the model ends the document or `tokens` are written. model(x) gives logits (1, T, V)."""
     import torch
 
+    torch.manual_seed(seed)
     ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
     device = next(model.parameters()).device
     with torch.no_grad():

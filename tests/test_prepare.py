@@ -362,6 +362,18 @@ def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, 
     assert math.isnan(evaluate_bpb(model, tokenizer, 4, 64))
 
 
+def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, device, capsys):
+    """Its lines at 228791f that touch prepare, and a model of its interface."""
+    from prepare import MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
+
+    tokenizer = Tokenizer.from_directory()
+    model = Uniform(tokenizer.get_vocab_size(), device)
+    train_loader = make_dataloader(tokenizer, 2, MAX_SEQ_LEN, "train")
+    x, y, epoch = next(train_loader)
+    assert x.shape == y.shape == (2, 2048) and x.device.type == device.type and epoch == 1 and TIME_BUDGET == 300
+    assert evaluate_bpb(model, tokenizer, 2) == pytest.approx(evaluate_bpb(model, tokenizer, 3, 64), rel=1e-9)
+
+
 # Clock
 
 
