@@ -202,7 +202,7 @@ SECTIONS = [
         ('shuffle=split == "train"', "shuffle=True"),
         ('shuffle=split == "train"', "shuffle=False"),
         ("count = (total - 1 - offset) // T", "count = (total - offset) // T"),
-        ("count = (total - 1 - offset) // T", "count = (total - 1 - offset) // T // 2"),
+        ("count = (total - 1 - offset) // T", "count = min((total - 1 - offset) // T, 3)"),
         ("yield offset + int(i) * T, epoch", "yield int(i) * T, epoch"),
         ("random.permutation(count) if shuffle", "random.randint(count, size=count) if shuffle"),
         ("itertools.count(1):", "itertools.repeat(1):"),
