@@ -1,6 +1,7 @@
 """prepare.py: set-up, tokenizer, token shards, loader, metric, clock and log do what train.py counts on."""
 
 import csv
+import itertools
 import math
 import os
 import subprocess
@@ -215,6 +216,22 @@ def test_epochs_repeat_their_order_which_is_no_order_of_the_text():
     assert starts[:999] == starts[999:]
     ascending = sum(a < b for a, b in pairwise(starts[:999]))
     assert 400 < ascending < 600
+
+
+def test_training_sees_its_windows_shuffled_and_validation_in_order(tokenizer):
+    for split, ordered in ("train", False), ("val", True):
+        stream = prepare.TokenStream(tokenizer, split)
+        text = stream.read(0, len(stream)).tolist()
+        batches = islice(make_dataloader(tokenizer, 1, 64, split, "cpu"), 12)
+        starts = [next(s for s in range(len(text)) if text[s : s + 64] == x[0].tolist()) for x, _, _ in batches]
+        assert (starts == sorted(starts)) is ordered, (split, starts)
+
+
+@pytest.mark.parametrize("total", [129, 128, 127, 65])
+def test_no_window_needs_a_target_beyond_the_end(total):
+    """128 tokens are one window of 64 and its 64 targets, not two: the last target would be token 128."""
+    starts = list(itertools.takewhile(lambda window: window[1] == 1, prepare.windows(total, 64, shuffle=False)))
+    assert len(starts) == (total - 1) // 64 and all(start + 64 < total for start, _ in starts)
 
 
 def test_order_of_training_is_pinned_for_every_machine():
