@@ -4,6 +4,7 @@ import csv
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -45,15 +46,21 @@ def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
     assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
 
 
-def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    folder = prepare.prepare(str(corpus))
-    (folder / "train_00001.bin").write_bytes((folder / "train_00001.bin").read_bytes()[:-1])
-    (folder / "val_00000.bin").unlink()
-    kept = (folder / "train_00000.bin").stat().st_ino
+@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(
+    prepared, corpus, tmp_path, monkeypatch, victim, lost
+):
+    cache = shutil.copytree(prepared, tmp_path / "cache")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
+    folder = prepare.current_dataset()
+    (folder / victim).write_bytes((folder / victim).read_bytes()[:-1])
+    if lost:
+        (folder / victim).unlink()
+    kept = {path.name: path.stat().st_ino for path in folder.glob("*.bin") if path.name != victim}
     prepare.prepare(str(corpus))
-    assert (folder / "train_00000.bin").stat().st_ino == kept
-    assert tree(tmp_path) == tree(prepared)
+    assert {name: (folder / name).stat().st_ino for name in kept} == kept and len(kept) == 4
+    assert tree(cache) == tree(prepared)
 
 
 def test_tokenizer_does_not_depend_on_number_of_shards_or_threads(prepared, corpus, tmp_path):
