@@ -164,13 +164,14 @@ def wave(args: argparse.Namespace) -> int:
     todo = [run for run in runs if args.again or not any(map(run.owns, rows()))]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
     complete = not todo or drive(todo, args, dataset, here[0], budget)
+    print("" if complete else "interrupted: the same command goes on")
 
     table = {(str(run), row["gpu"]): row for row in rows() for run in runs if run.owns(row)}  # the last of each
     kept = [row for row in rows() if row["status"] == "keep" and not any(run.owns(row) for run in runs)]
     best = {row["gpu"]: row for row in sorted(kept, key=lambda row: -row["val_bpb"])}
     if len({row["gpu"] for row in table.values()}) > 1:
-        print("\nUNLIKE GPUS: a row compares with those of its own GPU only")
-    print("\nval_bpb      vs kept  tokens_M  status   commit   description, GPU; with the best that was kept before")
+        print("UNLIKE GPUS: a row compares with those of its own GPU only")
+    print("val_bpb      vs best  tokens_M  status   commit   description, GPU; best: of those kept before this wave")
     rated = sorted([*table.values(), *best.values()], key=lambda row: row["val_bpb"] or math.inf)
     for row in sorted(rated, key=lambda row: row["gpu"]):
         gain = row["val_bpb"] - best[row["gpu"]]["val_bpb"] if row["gpu"] in best and row["val_bpb"] else math.nan
@@ -218,7 +219,7 @@ def drive(runs: list[Run], args: argparse.Namespace, dataset: str, gpu: str, bud
             rows = prepare.read_results(file.name)
         row = rows[-1] if rows else dict(val_bpb=0.0, memory_gb=0.0, gpu=gpu + budget, dataset=dataset)
         if row.pop("status", "crash") == "crash":
-            row["reason"] = row.get("description", reason).strip("[]")
+            row["reason"] = row.get("description", reason).rpartition("[")[2].rstrip("]")
         row |= {"commit": run.commit, "description": run.description}
         lines = [f"{prepare.log_result(**row):8} {row['val_bpb']:.6f}  {run}  {row.get('reason', '')}"]
         tqdm.write("\n    ".join([*lines, *tail] if "reason" in row else lines))
