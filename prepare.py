@@ -843,7 +843,7 @@ class Part:
     path: Path
     start: int = 0
     stop: int | None = None
-    repo: str = ""  # on the hub, if the file has to be downloaded
+    hub: dict[str, str] | None = None  # for huggingface_hub, if the file has to be downloaded
 
 
 Splits = tuple[list[Part], list[Part], list[Part]]  # train (one shard per part), val, test
@@ -855,15 +855,18 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
-    raw, repo = cache_dir() / data / "raw", HUB[data]
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+    def part(file: str, start: int = 0, stop: int | None = None) -> Part:
+        hub = {"repo_id": HUB[data], "repo_type": "dataset", "filename": file, "endpoint": endpoint}
+        return Part(cache_dir() / data / "raw" / file, start, stop, hub)
+
     if data == "climbmix":
-        train = [Part(raw / f"shard_{i:05d}.parquet", repo=repo) for i in range(num_shards)]
-        return train, [Part(raw / VAL_FILE, repo=repo)], [Part(raw / TEST_FILE, repo=repo)]
-    # one file, split as its dataset card suggests: 10,000 stories for test, 10,000 for validation, then train
-    stories, size = Part(raw / "tinystories_gpt4_clean.parquet", repo=repo), 250_000
-    starts = range(20_000, 20_000 + num_shards * size, size)
-    train = [replace(stories, start=start, stop=start + size) for start in starts]
-    return train, [replace(stories, start=10_000, stop=20_000)], [replace(stories, stop=10_000)]
+        return [part(f"shard_{i:05d}.parquet") for i in range(num_shards)], [part(VAL_FILE)], [part(TEST_FILE)]
+    # split as its dataset card suggests: 10,000 stories for test, 10,000 for validation, then train
+    file, size = "tinystories_gpt4_clean.parquet", 250_000
+    train = [part(file, start, start + size) for start in range(20_000, 20_000 + num_shards * size, size)]
+    return train, [part(file, 10_000, 20_000)], [part(file, 0, 10_000)]
 
 
 def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
@@ -928,12 +931,12 @@ def open_parquet(path: Path):
 
     try:
         file = pq.ParquetFile(path)
-        types = {field.name: str(field.type) for field in file.schema_arrow}
+        if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
+            raise TypeError(f"its column `text` has the type {kind}")
+        return file
     except Exception as error:
-        raise PrepareError(f"{path} is not a parquet file: delete or replace it ({one_line(error)})") from None
-    if types.get("text") not in ("string", "large_string"):
-        raise PrepareError(f"{path} has no column `text` of strings: rename its text column (it has {types})")
-    return file
+        problem = f"{path} is not a parquet file with a column `text` of strings ({one_line(error)})"
+        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -949,17 +952,11 @@ class Unreachable(PrepareError):
     """The hub does not answer at all."""
 
 
-def hub_file(part: Part) -> dict[str, str]:
-    """Arguments that name the part's file to huggingface_hub."""
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    return {"repo_id": part.repo, "filename": part.path.name, "repo_type": "dataset", "endpoint": endpoint}
-
-
 def download_ahead(parts: list[Part]) -> dict[Path, Future]:
     """Starts a thread that downloads the missing files in the order of `parts`; each future ends with its download."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
         os.environ.setdefault(name, "1")
-    missing = {part.path: part for part in parts if part.repo and not part.path.exists()}
+    missing = {part.path: part for part in parts if part.hub and not part.path.exists()}
     arriving = {path: Future() for path in missing}
 
     def work() -> None:
@@ -982,7 +979,7 @@ def check_reachable(part: Part) -> None:
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    url, answer = hf_hub_url(**hub_file(part)), queue.SimpleQueue()
+    url, answer = hf_hub_url(**part.hub), queue.SimpleQueue()
 
     def ask() -> None:
         try:
@@ -1003,7 +1000,7 @@ def download(part: Part) -> None:
 
     for attempt in range(ATTEMPTS):
         try:
-            hf_hub_download(**hub_file(part), local_dir=part.path.parent)
+            hf_hub_download(**part.hub, local_dir=part.path.parent)
             open_parquet(part.path)
             return
         except Exception as error:  # from requests, httpx or huggingface_hub, depending on its version
@@ -1016,7 +1013,7 @@ def download(part: Part) -> None:
                 shutil.rmtree(part.path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
-            raise PrepareError(f"{part.path.name} of {part.repo}: {one_line(cause)}; {remedy}")
+            raise PrepareError(f"{part.path.name} of {part.hub['repo_id']}: {one_line(cause)}; {remedy}")
         print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
@@ -1084,7 +1081,7 @@ def is_ready(directory: Path, num_shards: int | None) -> bool:
 
 def build(directory: Path, train: list[Part], val: list[Part], test: list[Part]) -> None:
     """Makes what is missing, test first. While one file is tokenized the next ones are downloaded."""
-    if not test[0].repo and not (directory / "test_00000.bin").exists():
+    if not test[0].hub and not (directory / "test_00000.bin").exists():
         for shard in directory.glob("train_*.bin"):  # made before there was a test split, they may contain it
             shard.unlink()
     shards = {"test_00000.bin": test, "val_00000.bin": val}

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare
@@ -30,10 +32,11 @@ def serve(folder: Path, rate: float, url) -> None:
         time.sleep(3600)
 
 
-def seconds(function, *args) -> float:
-    start = time.perf_counter()
+def seconds(function, *args) -> np.ndarray:
+    """Wall time and CPU time of this process."""
+    start = np.array([time.perf_counter(), time.process_time()])
     function(*args)
-    return time.perf_counter() - start
+    return np.array([time.perf_counter(), time.process_time()]) - start
 
 
 def download_all(shards: int) -> None:
@@ -61,8 +64,9 @@ def main() -> None:
         both = seconds(prepare.prepare, "climbmix", shards)
     server.terminate()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {args.rate:.0f} MB/s, {shards} train shards")
-    print(f"download {download:.1f} s, tokenize {tokenize:.1f} s, both {both:.1f} s", end=", ")
-    print(f"{both / max(download, tokenize):.2f} of the longer, {both / (download + tokenize):.2f} of the sum")
+    for name, alone, beside, whole in zip(("wall", "CPU"), download, tokenize, both, strict=True):
+        print(f"{name}: download {alone:.1f} s, tokenize {beside:.1f} s, both {whole:.1f} s", end=", ")
+        print(f"{whole / max(alone, beside):.2f} of the longer, {whole / (alone + beside):.2f} of the sum")
 
 
 if __name__ == "__main__":

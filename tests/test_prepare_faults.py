@@ -189,10 +189,14 @@ def hurried(monkeypatch) -> list[float]:
     return waits
 
 
-def fetch(server: FaultyServer, folder: Path, monkeypatch) -> None:
-    """The file `a.parquet` of the hub's repository some/data."""
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    part = prepare.Part(folder / "a.parquet", repo="some/data")
+def part_of(endpoint: str, path: Path) -> prepare.Part:
+    """A file of the hub's repository some/data."""
+    hub = {"repo_id": "some/data", "repo_type": "dataset", "filename": path.name, "endpoint": endpoint}
+    return prepare.Part(path, hub=hub)
+
+
+def fetch(server: FaultyServer, folder: Path) -> None:
+    part = part_of(server.url, folder / "a.parquet")
     prepare.download_ahead([part])[part.path].result(60)
 
 
@@ -217,75 +221,72 @@ MOVING = {"truncates", "stalls", "resets", "announces more", "no ranges"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, monkeypatch, fault):
+def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, fault):
     with FaultyServer({A_PARQUET: parquet}, [FAULTS[fault]] * 2) as server:
-        fetch(server, tmp_path, monkeypatch)
+        fetch(server, tmp_path)
         assert len(server.ranges()) > 2
     assert (tmp_path / "a.parquet").read_bytes() == parquet
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - MOVING - {"is silent"}))
-def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, monkeypatch, fault):
+def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, fault):
     with FaultyServer({A_PARQUET: parquet}, itertools.repeat(FAULTS[fault])) as server:
         with pytest.raises(PrepareError) as error:
-            fetch(server, tmp_path, monkeypatch)
+            fetch(server, tmp_path)
         assert len(server.ranges()) >= prepare.ATTEMPTS
     assert "a.parquet of some/data: " in str(error.value) and "run again" in str(error.value)
     assert "\n" not in str(error.value) and not (tmp_path / "a.parquet").exists()
     assert sum(hurried) <= 10 * 60
 
 
-def test_a_transfer_that_breaks_off_is_resumed_by_range(parquet, hurried, tmp_path, monkeypatch):
+def test_a_transfer_that_breaks_off_is_resumed_by_range(parquet, hurried, tmp_path):
     with FaultyServer({A_PARQUET: parquet}, [http_faults.truncate]) as server:
-        fetch(server, tmp_path, monkeypatch)
+        fetch(server, tmp_path)
         whole, rest = server.ranges()
     assert whole is None and 0 < int(rest.removeprefix("bytes=").removesuffix("-")) <= len(parquet) // 3
     assert (tmp_path / "a.parquet").read_bytes() == parquet
 
 
 @pytest.mark.parametrize("code", [401, 403, 404, 410])
-def test_what_will_not_change_is_not_tried_again(hurried, tmp_path, monkeypatch, code):
+def test_what_will_not_change_is_not_tried_again(hurried, tmp_path, code):
     with FaultyServer({}, [], itertools.repeat(http_faults.status(code))) as server:
         with pytest.raises(PrepareError, match=rf"{code}.*set HF_ENDPOINT"):
-            fetch(server, tmp_path, monkeypatch)
+            fetch(server, tmp_path)
         assert len(server.requests) <= 3 and not hurried  # one of them asks whether the hub answers
 
 
 @pytest.mark.parametrize("fault", [http_faults.status(500), http_faults.status(429)], ids=["500", "429"])
-def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hurried, tmp_path, monkeypatch, fault):
+def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hurried, tmp_path, fault):
     with FaultyServer({A_PARQUET: parquet}, [], [fault] * 3) as server:
-        fetch(server, tmp_path, monkeypatch)
+        fetch(server, tmp_path)
     assert (tmp_path / "a.parquet").read_bytes() == parquet
     with FaultyServer({A_PARQUET: parquet}, [], itertools.repeat(fault)) as server:
         with pytest.raises(PrepareError, match="run again"):
-            fetch(server, tmp_path / "again", monkeypatch)
+            fetch(server, tmp_path / "again")
         assert not server.ranges() and sum(hurried) <= 10 * 60
 
 
-def test_a_file_that_is_there_is_not_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+def test_a_file_that_is_there_is_not_asked_for(tmp_path):
     (tmp_path / "a.parquet").touch()
-    assert prepare.download_ahead([prepare.Part(tmp_path / "a.parquet", repo="some/data")]) == {}
+    assert prepare.download_ahead([part_of("http://127.0.0.1:9", tmp_path / "a.parquet")]) == {}
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
-def test_a_full_disk_while_downloading_is_not_tried_again(parquet, hurried, tmpfs, monkeypatch):
+def test_a_full_disk_while_downloading_is_not_tried_again(parquet, hurried, tmpfs):
     with FaultyServer({A_PARQUET: parquet + bytes(2**21)}) as server:
         with pytest.raises(OSError, match="No space left"):
-            fetch(server, tmpfs, monkeypatch)
+            fetch(server, tmpfs)
         assert len(server.ranges()) == 1
 
 
-def test_nobody_at_the_other_end_is_noticed_within_seconds(monkeypatch):
-    part, start = prepare.Part(Path("a.parquet"), repo="some/data"), time.perf_counter()
+def test_nobody_at_the_other_end_is_noticed_within_seconds():
+    start = time.perf_counter()
     for endpoint in ("http://127.0.0.1:9", "not a url"):
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(prepare.Unreachable, match=r"cannot reach .*a\.parquet: go online"):
-            prepare.download_ahead([part])
+            prepare.download_ahead([part_of(endpoint, Path("a.parquet"))])
     with FaultyServer({A_PARQUET: b""}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        prepare.check_reachable(part)
-        prepare.check_reachable(prepare.Part(Path("b.parquet"), repo="some/data"))  # 404 is an answer
+        prepare.check_reachable(part_of(server.url, Path("a.parquet")))
+        prepare.check_reachable(part_of(server.url, Path("b.parquet")))  # 404 is an answer
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 

@@ -169,12 +169,17 @@ def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, mon
 
 
 def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1000)
+    """Batches of three documents here: a target more than one of them holds takes a second one."""
     for name in ("a", "shard_06541", "shard_06542"):
         write_parquet(tmp_path / "data" / f"{name}.parquet", ["word " * 20_000] * 20)
-    folder = prepare.prepare(str(tmp_path / "data"))
-    lengths = {split: len(tokens_of(folder, split)) for split in ("train", "val", "test")}
-    assert 1001 <= lengths["val"] == lengths["test"] < lengths["train"] / 3
+    whole = prepare.prepare(str(tmp_path / "data"))
+    document = len(tokens_of(whole, "val")) // 20
+    for targets, batches in ((3 * document - 1, 1), (3 * document, 2)):
+        monkeypatch.setattr(prepare, "EVAL_TOKENS", targets)
+        monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / str(batches)))
+        folder = prepare.prepare(str(tmp_path / "data"))
+        assert len(tokens_of(folder, "val")) == len(tokens_of(folder, "test")) == 3 * batches * document
+        assert tokens_of(folder, "train") == tokens_of(whole, "train")
 
 
 # --num-shards
