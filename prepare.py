@@ -1,49 +1,54 @@
 """
-Everything that must not move between experiments: data, tokenizer, token shards, loader, metric, clock and log.
+What an experiment cannot move: metric, clock, loader, log, the run around the experiment; and the making of its data.
 train.py imports from here; nobody edits this file during research. It grew out of karpathy/autoresearch's prepare.py.
 
     python prepare.py                      # climbmix, as many shards as five minutes consume on this GPU
     python prepare.py --data tinystories   # short stories, kinder to small models
     python prepare.py --data DIR           # a folder of .parquet (column `text`) or of .txt
-    python prepare.py --plot               # draws progress.png from results.tsv
 
-The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds a folder a dataset and `current`, the
-name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`, and,
-written last, `train_shards`, their number. Files are made under a temporary name and then renamed: an interrupted run
-leaves whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
+The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds one folder per dataset and `current`,
+the name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`,
+`test_00000.bin`, and, written last, `train_shards`, the number of the first. Files are made under a temporary name and
+then renamed: an interrupted run leaves whole ones, and the next run goes on from there. Nothing in the cache is ever
+executed or unpickled.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import base64
+import dataclasses
 import errno
+import faulthandler
 import fcntl
+import gc
 import hashlib
 import itertools
+import json
 import math
 import os
 import queue
 import re
+import shutil
+import signal
 import struct
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
-# torch, pyarrow, requests and rustbpe are imported where they are used, so that a second `prepare.py` takes 0.2 s
+# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: a second `prepare.py` takes 0.2 s
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
@@ -62,34 +67,29 @@ BOS_TOKEN = SPECIAL_TOKENS[0]
 # 3.905 / 3.917 / 3.924 / 3.926 bytes a token and take 0.4 / 0.6 / 1.1 / 4.2 / 9.0 s on two cores.
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
-HUB = {"climbmix": "climbmix-400b-shuffle", "tinystories": "tinystories-gpt4-clean"}  # datasets of karpathy
-VAL_FILE = "shard_06542.parquet"  # climbmix's last shard, everybody's validation split
-TINYSTORIES_CUTS = (10_000, 20_000, 250_000)  # first story of validation, of training; stories in a shard of ours
-
 RESULTS = Path(__file__).resolve().parent / "results.tsv"
 
 
-class PrepareError(SystemExit):
-    """An error for people: one line that names the remedy. Uncaught, it ends the process with that line alone."""
+class PrepareError(Exception):
+    """An error for people: one line that names the remedy."""
 
 
 # --------------------------------------------------------------------------------------------------------------- metric
 
 
-def evaluate_bpb(
-    model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, tokens: int = EVAL_TOKENS
-) -> float:
-    """Bits per byte of the first `tokens` validation targets: sum of nats over sum of raw bytes, BOS in neither.
+def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
+    """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats over sum of raw bytes, BOS in neither.
 
     Each target is scored exactly once whatever batch_size and seq_len are: targets that fill up the last batch are -1.
+    Calls model(x, y, reduction="none"), x and y int64 (batch_size, seq_len), for (batch_size * seq_len,) nats.
     """
     import torch
 
     device = next(model.parameters()).device
-    stream = TokenStream(tokenizer, "val")
-    n = min(tokens, len(stream) - 1)
-    if n < tokens:
-        print(f"the validation split holds {n:,} targets, fewer than {tokens:,}: all are scored")
+    stream = TokenStream(tokenizer, split)
+    n = min(EVAL_TOKENS, len(stream) - 1)
+    if n < EVAL_TOKENS:
+        print(f"the {split} split holds {n:,} targets, fewer than {EVAL_TOKENS:,}: all are scored")
     batches = -(-n // (batch_size * seq_len))
     text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
     x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
@@ -108,38 +108,120 @@ def evaluate_bpb(
 
 
 class Clock:
-    """Wall time from the first training step to the end of the last, loading included. It drives every schedule."""
+    """Wall time from the first training step to the end of the last, loading included. It drives every schedule.
+
+        clock.start()
+        while clock.running():
+            ...  # one optimizer step
+            clock.advance(tokens, loss, epoch)
+        clock.stop()
+
+    A run counts if its last step began inside the budget. The clock also prints the progress, ends a run whose loss is
+    lost (FloatingPointError), and says where a step hangs that takes two minutes.
+    """
+
+    GRACE = 3  # seconds over the budget that the last step may be expected to take
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
+        """A budget in seconds or, if given, in tokens."""
         if not seconds > 0 or (tokens is not None and tokens <= 0):
             raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
-        self.seconds, self.limit, self.tokens = seconds, tokens, 0
+        self.seconds, self.limit = seconds, tokens
+        self.steps = self.tokens = 0
         self.started = self.stopped = None
+        self._began = 0.0  # of the current step, in seconds since the start
+        self._loss, self._smooth_loss, self._printed = None, 0.0, -math.inf
 
     def start(self) -> None:
+        gc.collect()
+        gc.disable()  # a collection would stall a step by half a second
+        self._watch()
         self.started = time.perf_counter()
 
-    def advance(self, tokens: int) -> None:
-        """After each step."""
-        self.tokens += tokens
-
     def elapsed(self) -> float:
+        """Training seconds so far."""
         return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
 
     def progress(self) -> float:
         """In [0, 1]: of the tokens where they are limited, else of the seconds."""
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
+    def tokens_left(self) -> float:
+        """Until the end of the budget, at the pace so far; inf in the first 5%, when the pace is not known yet."""
+        progress = self.progress()
+        return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
+
+    def running(self) -> bool:
+        """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
+        if self.limit:
+            return self.tokens < self.limit
+        elapsed = self.elapsed()
+        return elapsed < self.seconds and elapsed * (1 + 1 / max(1, self.steps)) < self.seconds + self.GRACE
+
+    def advance(self, tokens: int, loss, epoch: int) -> None:
+        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text. Reads the loss of the
+        step before, so that the host never waits for the step it has just launched."""
+        if self.limit is None and self._began >= self.seconds:
+            raise RuntimeError(f"a step began {self._began:.0f} s into a budget of {self.seconds:.0f} s")
+        self.tokens += tokens
+        self.steps += 1
+        late, self._loss = self._loss, read_later(loss)
+        self._began = self.elapsed()
+        self._watch()
+        if late is None:
+            return
+        loss = self._checked(late(), self.steps - 1)
+        self._smooth_loss += (loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))
+        live = sys.stdout.isatty()
+        if self._began - self._printed >= (0.2 if live else 5):
+            self._printed = self._began
+            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._smooth_loss:.4f}"
+            line += f" | {self.tokens / self._began:,.0f} tok/s | epoch {epoch} | {self._began:.0f} s"
+            print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
+
     def stop(self) -> float:
-        """Training seconds, for good."""
-        self.stopped = self.stopped or time.perf_counter()
+        """Waits for the last step; training seconds, for good."""
+        if self.stopped is None:
+            synchronize()
+            self.stopped = time.perf_counter()
+            self.release()
+            if self._loss is not None:
+                self._checked(self._loss(), self.steps)
         return self.elapsed()
 
-    @property
-    def official(self) -> bool:
-        """Had the whole budget and kept to it: train.py logs such runs only."""
-        full = self.seconds == TIME_BUDGET and self.limit is None and self.stopped is not None
-        return full and self.elapsed() <= 1.01 * TIME_BUDGET
+    def release(self) -> None:
+        """Undoes what `start` did to the process."""
+        gc.enable()
+        faulthandler.cancel_dump_traceback_later()
+        if self._printed >= 0 and sys.stdout.isatty():
+            print(flush=True)  # below the live line
+
+    def _watch(self) -> None:
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)
+
+    def _checked(self, loss: float, step: int) -> float:
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
+        return loss
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def read_later(tensor) -> Callable[[], float]:
+    """Starts to copy a scalar to the host; what it returns waits for the copy and gives the value."""
+    import torch
+
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.item
+    host, copied = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    return lambda: (copied.synchronize(), host.item())[1]
 
 
 # --------------------------------------------------------------------------------------------------------------- loader
@@ -149,7 +231,7 @@ class TokenStream:
     """The token shards of a split as one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, split: str):
-        assert split in ("train", "val"), f"split is train or val, not {split}"
+        assert split in ("train", "val", "test"), f"split is train, val or test, not {split}"
         shards = open_shards(tokenizer.directory, split, tokenizer.fingerprint)
         self.tokens = [shard.tokens for shard in shards]
         self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
@@ -183,7 +265,7 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
     """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
 
-    Train windows come shuffled, those of val in order. A batch is valid until the next but one is asked for.
+    Train windows come shuffled, those of val in order.
     """
     import torch
 
@@ -191,103 +273,46 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
     stream = TokenStream(tokenizer, split)
     if len(stream) <= T:
         raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
-    order = windows(len(stream), T, shuffle=split == "train")
 
-    def fill(batch) -> int:
-        """Writes the next batch to (2, B, T) int64, x and y; returns its epoch."""
-        for x, y in zip(*batch.numpy(), strict=True):
-            start, epoch = next(order)
-            tokens = stream.read(start, T + 1)
-            x[:], y[:] = tokens[:-1], tokens[1:]
-        return epoch
-
-    def plain() -> Iterator:
+    def batches() -> Iterator:
+        order = windows(len(stream), T, shuffle=split == "train")
         while True:
-            batch = torch.empty(2, B, T, dtype=torch.int64)
-            epoch = fill(batch)
-            yield *batch, epoch
+            # Pinned memory is copied while the GPU computes, and PyTorch reuses it once the copy is done
+            batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
+            for x, y in zip(*batch.numpy(), strict=True):
+                start, epoch = next(order)
+                tokens = stream.read(start, T + 1)
+                x[:], y[:] = tokens[:-1], tokens[1:]
+            yield *batch.to(device, non_blocking=True), epoch
 
-    return prefetched(fill, (2, B, T), device) if device.type == "cuda" else plain()
-
-
-def prefetched(fill: Callable, shape: tuple[int, int, int], device) -> Iterator:
-    """A thread fills pinned buffers and copies them to the GPU on a stream of its own, a batch ahead.
-
-    Of three slots the caller may still read two while the third is filled. Events order the streams, so that the host
-    waits for none: a copy waits for the kernels that read the slot before, the caller's kernels wait for the copy.
-    """
-    import torch
-
-    class Slot:
-        def __init__(self):
-            self.host = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            self.batch = torch.empty(shape, dtype=torch.int64, device=device)
-            self.copied, self.released = torch.cuda.Event(), torch.cuda.Event()
-
-    free, ready, used = queue.SimpleQueue(), queue.SimpleQueue(), deque()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # whoever used the slots' memory before is done with it
-    for _ in range(3):
-        free.put(Slot())
-
-    def work() -> None:
-        try:
-            while slot := free.get():
-                slot.copied.synchronize()  # its pinned buffer has been read
-                epoch = fill(slot.host)
-                with torch.cuda.stream(stream):
-                    stream.wait_event(slot.released)
-                    slot.batch.copy_(slot.host, non_blocking=True)
-                    slot.copied.record(stream)
-                ready.put((slot, epoch, None))
-        except BaseException as error:  # or the caller would wait for ever
-            ready.put((None, 0, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        free.put(None)
-        thread.join()
-
-    atexit.register(stop)  # a thread that is inside of CUDA when the interpreter ends would abort the process
-    try:
-        while True:
-            slot, epoch, error = ready.get()
-            if error:
-                raise error
-            torch.cuda.current_stream(device).wait_event(slot.copied)
-            used.append(slot)
-            yield *slot.batch, epoch
-            if len(used) == 2:
-                slot = used.popleft()
-                slot.released.record(torch.cuda.current_stream(device))
-                free.put(slot)
-    finally:
-        atexit.unregister(stop)
-        if not sys.is_finalizing():  # or it has stopped already, and CUDA may be gone
-            stop()
-            stream.synchronize()  # no copy may land in memory that was given back
+    return batches()
 
 
 # ------------------------------------------------------------------------------------------------------------------ log
 
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset"]
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
+    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped; rows of seven had no tokens_M."""
     rows, data = [], b""
     with suppress(OSError):
         data = Path(path or RESULTS).read_bytes()
     for line in data.decode(errors="replace").split("\n"):
         fields = line.removesuffix("\r").split("\t")
         with suppress(ValueError):
-            row = dict(zip(COLUMNS, fields, strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb")}
-            if row["status"] in ("keep", "discard", "crash") and math.isfinite(row["val_bpb"] + row["memory_gb"]):
+            row = dict(zip(COLUMNS, fields + ["0.0"] * (len(fields) == 7), strict=True))
+            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+            finite = math.isfinite(row["val_bpb"] + row["memory_gb"] + row["tokens_M"])
+            if row["status"] in ("keep", "discard", "crash") and finite:
                 rows.append(row)
     return rows
+
+
+def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
+    """The row of the lowest val_bpb on that gpu and dataset."""
+    rows = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+    return min((row for row in rows if row["status"] != "crash"), key=lambda row: row["val_bpb"], default=None)
 
 
 def log_result(
@@ -296,35 +321,38 @@ def log_result(
     memory_gb: float,
     gpu: str,
     dataset: str,
-    crashed: bool = False,
+    tokens_M: float = 0.0,
+    reason: str = "",
     commit: str | None = None,
     description: str | None = None,
     path: str | Path | None = None,
 ) -> str:
     """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
-    else `discard`; or `crash`. A row that the file refuses goes to stderr and to `results.tsv.rescued` beside it."""
+    else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
+    A row that the file refuses goes to stderr."""
     path = Path(path or RESULTS)
-    rescued = path.with_name(path.name + ".rescued")
     if commit is None or description is None:
         head = git_head()
         commit, description = commit or head[0], head[1] if description is None else description
+    if not math.isfinite(val_bpb):
+        reason = reason or f"val_bpb {val_bpb}"
+    description = f"{description} [{reason}]" if reason else description
     commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
 
     def row() -> tuple[str, str]:
-        if crashed or not math.isfinite(val_bpb):
-            return "crash", "\t".join([commit, "0.000000", "0.0", "crash", description, gpu, dataset])
-        rows = [r for r in read_results(path) + read_results(rescued) if r["status"] != "crash"]
-        best = min((r["val_bpb"] for r in rows if (r["gpu"], r["dataset"]) == (gpu, dataset)), default=math.inf)
-        status = "keep" if round(val_bpb, 6) < best else "discard"
-        return status, "\t".join([commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset])
+        if reason:
+            status, numbers, trained = "crash", ("0.000000", "0.0"), "0.0"
+        else:
+            best = best_result(gpu, dataset, path)
+            status = "discard" if best and round(val_bpb, 6) >= best["val_bpb"] else "keep"
+            numbers, trained = (f"{val_bpb:.6f}", f"{memory_gb:.1f}"), f"{tokens_M:.1f}"
+        return status, "\t".join([commit, *numbers, status, description, gpu, dataset, trained])
 
     try:
         return append_row(path, row)
     except (OSError, ValueError) as error:
         status, line = row()
-        print(f"{path} refuses this row ({error}); see also {rescued.name}\n{line}", file=sys.stderr, flush=True)
-        with suppress(OSError, ValueError):
-            append_row(rescued, row)
+        print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
         return status
 
 
@@ -333,10 +361,16 @@ def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     header = "\t".join(COLUMNS)
     while True:
         with open(path, "a+b", buffering=0) as file:
-            lock(file, patience=10)
+            if not lock(file, patience=60):
+                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
             file.seek(0)
             text = file.read()
-            if text and text.split(b"\n")[0].removesuffix(b"\r") != header.encode():
+            lines = text.decode(errors="replace").splitlines()
+            if lines and lines[0].split("\t") == COLUMNS[:7]:  # begun before there was tokens_M
+                with new_file(path) as new:
+                    new.write("".join(f"{line}\t0.0\n" for line in lines).replace("\t0.0", "\ttokens_M", 1).encode())
+                continue
+            if lines and lines[0] != header:
                 raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
             status, line = row()
             before = "" if text.endswith(b"\n") else "\n" if text else f"{header}\n"
@@ -366,72 +400,237 @@ def git_head() -> tuple[str, str]:
     return "0000000", ""
 
 
-def log_crash() -> None:
-    """A crash row for HEAD where its run left none: a SyntaxError in train.py, a kill, a clock that ran over."""
-    rows = read_results() + read_results(RESULTS.with_name(RESULTS.name + ".rescued"))
-    if git_head()[0][:7] not in {row["commit"] for row in rows}:
-        import torch
+# ------------------------------------------------------------------------------------------------------------------ run
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        log_result(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset_id(), crashed=True)
+WEIGHTS = RESULTS.with_name("model.safetensors")
 
 
-def plot(path: Path) -> None:
-    """Draws results.tsv: a panel a gpu and dataset, with every experiment, and a table of the kept ones beside it."""
+def run(train: Callable, build_model: Callable) -> None:
+    """The run around an experiment: train.py ends by handing its functions to this one.
+
+    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
+    numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
+    a dataclass of numbers, `seq_len` and `device_batch_size` among them.
+    """
+    args = parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PrepareError("--plot needs matplotlib: pip install -e '.[plot]'") from None
-    panels: dict[tuple[str, str], list[dict]] = {}
-    for row in read_results():
-        panels.setdefault((row["gpu"], row["dataset"]), []).append(row)
-    panels = {name: rows for name, rows in panels.items() if {row["status"] for row in rows} != {"crash"}}
-    if not panels:
-        raise PrepareError(f"{RESULTS} holds no val_bpb yet: run `python train.py` first")
-    heights = [max(4.5, 1 + 0.19 * sum(row["status"] == "keep" for row in rows)) for rows in panels.values()]
-    figure = Figure((15, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(5, 3), height_ratios=heights)
-    for (ax, table), (name, rows) in zip(axes, panels.items(), strict=True):
-        draw(ax, table, ", ".join(name), rows)
-    with new_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+        device, gpu = pick_gpu(args.gpu)
+        tokenizer = Tokenizer.from_directory()
+        if args.sample is None:
+            experiment(train, args, device, gpu, tokenizer)
+        else:
+            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample, args.seed))
+    except (PrepareError, FloatingPointError) as error:
+        sys.exit(f"train.py: {error}")
 
 
-def draw(ax, table, name: str, rows: list[dict]) -> None:
-    """One panel. Its y axis ends a little above the first val_bpb: what is worse by far lies on the upper edge."""
-    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
-    first, best = y[~crashed][0], y[~crashed].min()
-    margin = 0.1 * (first - best) or 0.01 * first
-    bottom, top = best - margin, first + margin
-    shown, beyond = np.where(crashed, bottom, np.minimum(y, top)), ~kept & (y > top)
-    marks = {
-        "kept": (kept, dict(color="tab:green", zorder=3)),
-        "discarded": (~kept & ~crashed & ~beyond, dict(color="darkgray", s=16)),
-        "off the scale": (beyond, dict(color="darkgray", marker="^", s=16)),
-        "crashed": (crashed, dict(color="tab:red", marker="x", s=16)),
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="numerics and size of this GPU, or cpu; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class GPU:
+    capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
+    peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
+
+
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
+GPUS = {
+    "T4": ((7, 5), 40, 1590, False), "V100": ((7, 0), 80, 1530, False), "L4": ((8, 9), 58, 2040, False),
+    "RTX3060": ((8, 6), 28, 1777, True), "RTX3090": ((8, 6), 82, 1695, True), "RTX4090": ((8, 9), 128, 2520, True),
+    "A100": ((8, 0), 108, 1410, False), "H100": ((9, 0), 132, 1980, False), "H200": ((9, 0), 132, 1980, False),
+    "B200": ((10, 0), 148, 1965, False),
+}  # fmt: skip
+# Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
+# they assume less than the highest clock.
+FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
+
+
+def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, geforce: bool) -> float:
+    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device, and what an experiment has to know of its GPU or of the one named (see GPUS, or "cpu")."""
+    import torch
+
+    if name not in (None, "cpu", *GPUS):
+        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
+    if torch.version.hip:
+        raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes get ready while the model is built
+    p = torch.cuda.get_device_properties()
+    here = (p.major, p.minor), p.multi_processor_count, p.clock_rate / 1000, "GeForce" in p.name
+    named = GPUS.get(name, here)
+    return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
+    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens else f", {seconds:g} s" if seconds else ""
+    return (f" as {gpu}" if gpu else "") + budget
+
+
+def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer) -> None:
+    """Trains, evaluates, logs the row, saves the weights of a kept run, prints the summary."""
+    import torch
+
+    clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
+    by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
+    logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night.py sets it
+    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
+    # All of the row that another prepare.py or commit could change meanwhile
+    commit, description = git_head()
+    row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
+    handle_signals(on_signal)
+    try:
+        model, numbers = train(clock, tokenizer, device, args.seed, gpu)
+        assert clock.stopped is not None, "train() has to start, advance and stop the clock"
+        config, start = model.config, time.perf_counter()
+        val_bpb = evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)
+        if not math.isfinite(val_bpb):
+            raise FloatingPointError(f"val_bpb is {val_bpb}")
+    except BaseException as error:
+        clock.release()
+        if logged:
+            handle_signals(signal.SIG_IGN)
+            log_result(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error), **row)
+        handle_signals(signal.SIG_DFL)
+        raise
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+    tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
+    status = f"not logged: {' and '.join(by_hand)} set by hand"
+    if logged:
+        handle_signals(signal.SIG_IGN)
+        status = log_result(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens, **row)
+    handle_signals(signal.SIG_DFL)  # the row is written: from here on a signal just ends the process
+    evaluated = time.perf_counter() - start
+    if status != "discard":
+        save_weights(model)
+    seconds, total = clock.elapsed(), process_seconds()
+    summary = {
+        "val_bpb": f"{val_bpb:.6f}",
+        "training_seconds": f"{seconds:.1f}",
+        "total_seconds": f"{total:.1f}",
+        "peak_vram_mb": f"{peak:.1f}",
+        "mfu_percent": numbers.pop("mfu_percent", "0.00"),
+        "total_tokens_M": f"{tokens:.1f}",
+        "num_steps": clock.steps,
+        "num_params_M": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}",
+        "depth": numbers.pop("depth", "?"),
+        "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
+        "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
+        "eval_seconds": f"{evaluated:.1f}",
+        **numbers,
+        "seed": args.seed,
+        "status": status,
+        **row,
     }
-    for label, (chosen, style) in marks.items():
-        if chosen.any():
-            ax.scatter(x[chosen], shown[chosen], label=f"{chosen.sum()} {label}", clip_on=False, **style)
-    ax.step(x, np.minimum.accumulate(np.where(kept, y, np.inf)), where="post", color="tab:green", alpha=0.6)
-    room = 0.025 * len(rows)  # for a number
-    ax.set(xlim=(1 - room, len(rows) + room), ylim=(bottom, top), xlabel="experiment", ylabel="val_bpb")
-    ax.set_title(f"{name}: {first:.4f} to {best:.4f}", loc="left", parse_math=False)
-    ax.legend(loc="upper right", handletextpad=0)
-    ax.grid(alpha=0.25)
+    if compared and tokens < 0.9 * compared["tokens_M"]:
+        summary["slower"] = f"{tokens:.1f} M tokens, where {compared['commit']}, the best so far, saw "
+        summary["slower"] += f"{compared['tokens_M']:.1f} M: a slower model, or a busy machine"
+    print("---")
+    for key, value in summary.items():
+        print(f"{key + ':':<17} {value}")
 
-    lines, before, numbered = [" kept  val_bpb     gain"], math.nan, (-math.inf, math.inf)
-    for i in np.flatnonzero(kept):
-        gain = "" if math.isnan(before) else f"{before - y[i]:.4f}"
-        lines.append(f"{x[i]:5}  {y[i]:7.4f}  {gain:>7}  {rows[i]['description'][:46]}")
-        if x[i] > numbered[0] + room or shown[i] < numbered[1] - 0.03 * (top - bottom):  # covers no other number
-            ax.annotate(x[i], (x[i], shown[i]), (-4, -3), textcoords="offset points", ha="right", va="top", size=8)
-            numbered = x[i], shown[i]
-        before = y[i]
-    text = "\n".join(lines)
-    table.text(0, 1, text, family="monospace", size=9, va="top", transform=table.transAxes, parse_math=False)
-    table.axis("off")
+
+def handle_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def on_signal(number, frame):
+    """Once, and as an exception: the crash row gets written."""
+    handle_signals(signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def crash_reason(error: BaseException) -> str:
+    """A few words for the crash row: `out of memory`, `NaN at step 40`, `AttributeError line 212`, `killed`."""
+    if isinstance(error, SystemExit):
+        return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+        return "out of memory"
+    if isinstance(error, (FloatingPointError, PrepareError)):
+        return str(error)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "train.py"]
+    return f"{type(error).__name__} line {lines[-1]}" if lines else type(error).__name__
+
+
+def process_seconds() -> float:
+    """Since this process was started, so with all imports."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def save_weights(model) -> None:
+    """Weights in fp16, for --sample, and the config, by rename. A full disk costs them, not the run."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
+    state = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    try:
+        save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
+        os.replace(part, WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        print(f"train.py: {WEIGHTS.name} could not be written: {error}", file=sys.stderr)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
+    """The model that the last kept run has saved."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    if not WEIGHTS.exists():
+        raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
+    try:
+        with safe_open(WEIGHTS, "pt") as file:
+            config = json.loads(file.metadata()["config"])
+        model = build_model(config, device, capability)
+        model.load_state_dict(load_file(WEIGHTS, device=str(device)))
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
+    return model
+
+
+def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, temperature: float = 0.8) -> str:
+    """Continues a text until the model ends the document or `tokens` are written. model(x) gives logits (1, T, V)."""
+    import torch
+
+    torch.manual_seed(seed)
+    ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for _ in range(tokens):
+            context = ids[-seq_len:]
+            padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
+            logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
+            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
+            if token == tokenizer.get_bos_token_id():
+                break
+            ids.append(token)
+    return tokenizer.decode(ids[1:])
 
 
 # =====================================================================================================================
@@ -440,8 +639,6 @@ def draw(ax, table, name: str, rows: list[dict]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache
-
-
 def cache_dir() -> Path:
     return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
 
@@ -472,39 +669,37 @@ def new_file(path: Path) -> Iterator:
         raise
 
 
-def lock(file, patience: float, message: str = "") -> None:
-    """Locks an open file, or goes on without when patience ends or the file system has no locks (Colab's Drive)."""
+def lock(file, patience: float, message: str = "") -> bool:
+    """Locks an open file; True, too, where the file system has no locks (Colab's Drive). False once patience ends."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if message:
                 print(message, flush=True)
             message = ""
             time.sleep(0.05)
         except OSError:
-            return
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
-
-
 class Tokenizer:
-    """Byte-level BPE. On disk in tiktoken's text format, a line `base64(token) rank` each."""
+    """Byte-level BPE. On disk in tiktoken's text format, one line `base64(token) rank` per token."""
 
     def __init__(self, ranks: dict[bytes, int], fingerprint: bytes = b"", directory: Path | None = None):
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-        self.encoding = tiktoken.Encoding(
-            "autoresearch", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
-        )
+        self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         self.bos_token_id = specials[BOS_TOKEN]
         self.fingerprint = fingerprint  # shards made by another tokenizer are refused
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
-        """None: the dataset prepared last."""
+        """Reads tokenizer.txt from `directory` (None: that of the dataset prepared last)."""
         path = (Path(directory) if directory else current_dataset()) / "tokenizer.txt"
         try:
             if path.stat().st_size > 2**24:
@@ -550,7 +745,10 @@ class Tokenizer:
         return self.bos_token_id
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Ids of a text or of each of a list, after `prepend` (id or name). Special tokens' names in it are text."""
+        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token).
+
+        The names of special tokens are ordinary text when they occur in it.
+        """
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -562,7 +760,7 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
     def token_bytes(self) -> list[int]:
-        """Raw bytes of each token, 0 for special ones. decode() would make 3 bytes of a piece of a character."""
+        """Raw bytes of each token, 0 for special ones. (decode() would turn part of a character into 3 bytes.)"""
         ordinary = range(self.get_vocab_size() - len(SPECIAL_TOKENS))
         return [len(self.encoding.decode_single_token_bytes(i)) for i in ordinary] + [0] * len(SPECIAL_TOKENS)
 
@@ -575,68 +773,36 @@ def get_token_bytes(device="cpu"):
 
 
 # --------------------------------------------------------------------------------------------------------- token shards
-# Header, tokens (uint16), index (uint64: where each document begins), all little-endian. The header ends with a SHA-256
-# of its other fields and the index, which is checked at every open; --verify checks the one of the tokens.
+# A header of 128 bytes, then the tokens as uint16, all little-endian. Earlier versions of this program wrote an index
+# of the documents after the tokens; it is ignored.
 
-# magic, version, bytes a token, tokens, documents, fingerprint of the tokenizer, SHA-256 of the tokens
-HEADER = struct.Struct("<8sIIQQ32s32s")
-BODY = HEADER.size + 32
-MAGIC, VERSION = b"tokshard", 1
+MAGIC = b"tokshard\1\0\0\0"  # with version 1
+HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
 
 
 @dataclass(frozen=True)
 class TokenShard:
     tokens: np.ndarray  # (tokens,) uint16, memory-mapped
-    documents: np.ndarray  # (documents,) uint64: where each begins, with BOS
     checksum: bytes  # of the tokens
-
-
-def write_shard(path: Path, encoded: Iterable[tuple[np.ndarray, list[int]]], fingerprint: bytes, limit: float) -> int:
-    """From pairs (tokens, length of each document); stops once there are `limit` tokens. Returns their number."""
-    checksum, n, starts = hashlib.sha256(), 0, []
-    with new_file(path) as file:
-        file.seek(BODY)
-        for tokens, lengths in encoded:
-            data = tokens.astype("<u2").tobytes()
-            file.write(data)
-            checksum.update(data)
-            starts.append(n + np.cumsum([0, *lengths[:-1]]))
-            n += len(tokens)
-            if n >= limit:
-                break
-        if n == 0:
-            raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
-        index = np.concatenate(starts).astype("<u8")
-        file.write(index.tobytes())
-        header = HEADER.pack(MAGIC, VERSION, 2, n, len(index), fingerprint, checksum.digest())
-        file.seek(0)
-        file.write(header + hashlib.sha256(header + index.tobytes()).digest())
-    return n
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> TokenShard:
     try:
         with open(path, "rb") as file:
-            size, header, seal = os.fstat(file.fileno()).st_size, file.read(HEADER.size), file.read(32)
-            if len(seal) < 32 or not header.startswith(MAGIC):
-                raise ValueError("not a token shard")
-            _, version, width, n, documents, tokenizer, checksum = HEADER.unpack(header)
-            if (version, width) != (VERSION, 2):
-                raise ValueError(f"version {version} with {width} bytes a token is unknown here")
-            if n == 0 or size != BODY + 2 * n + 8 * documents:  # nothing is allocated for what a header merely claims
-                raise ValueError(f"{size} bytes do not hold {n} tokens and {documents} documents")
-            file.seek(BODY + 2 * n)
-            index = file.read(8 * documents)
-            if hashlib.sha256(header + index).digest() != seal:
-                raise ValueError("damaged header or index")
+            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
+                raise ValueError("not a token shard of version 1")
+            _, n, tokenizer, checksum = HEADER.unpack(header)
+            if not 0 < n <= (size - HEADER.size) // 2:
+                raise ValueError(f"{size} bytes do not hold {n} tokens")
             if tokenizer != fingerprint:
                 raise ValueError("made by another tokenizer")
-            tokens = np.memmap(file, "<u2", "r", BODY, (n,))
+            tokens = np.memmap(file, "<u2", "r", HEADER.size, (n,))
             if verify and hashlib.sha256(tokens).digest() != checksum:
                 raise ValueError("damaged tokens")
     except (OSError, ValueError) as error:
         raise PrepareError(f"{path}: {error}; delete it and run prepare.py again") from None
-    return TokenShard(tokens, np.frombuffer(index, "<u8"), checksum)
+    return TokenShard(tokens, checksum)
 
 
 def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = False) -> list[TokenShard]:
@@ -645,12 +811,19 @@ def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = 
         count = (directory / "train_shards").read_bytes()
     if not re.fullmatch(rb"[1-9]\d{0,3}\n", count):
         raise PrepareError(f"{directory} is not prepared to the end: run prepare.py again")
-    numbers = range(int(count) if split == "train" else 1)
-    return [open_shard(directory / f"{split}_{i:05d}.bin", fingerprint, verify) for i in numbers]
+    paths = [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
+    if split == "test" and not paths[0].exists():
+        raise PrepareError(no_test_split(directory))
+    return [open_shard(path, fingerprint, verify) for path in paths]
+
+
+def no_test_split(directory: Path) -> str:
+    effect = "" if directory.name in HUB else f" (moves 5% of train to test, unless you add a {TEST_FILE})"
+    return f"no test split in {directory} yet: delete {directory / 'train_shards'} and run prepare.py again{effect}"
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Like `climbmix-1a2b3c4d`: name and fingerprint of all tokens. Results on different data never compare."""
+    """Name and fingerprint of all tokens of train and val, such as `climbmix-1a2b3c4d`. Results compare only on one."""
     tokenizer = Tokenizer.from_directory(directory)
     shards = [s for split in ("train", "val") for s in open_shards(tokenizer.directory, split, tokenizer.fingerprint)]
     fingerprint = hashlib.sha256(b"".join(shard.checksum for shard in shards)).hexdigest()[:8]
@@ -659,116 +832,111 @@ def dataset_id(directory: Path | None = None) -> str:
 
 # ------------------------------------------------------------------------------------------------------ sources of text
 
+HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
+MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
+
 
 @dataclass(frozen=True)
 class Part:
-    """Documents [start, stop) of a file, or of the standard library's folder: they become one token shard."""
+    """Documents [start, stop) of a file, or of the standard library's folder."""
 
     path: Path
     start: int = 0
     stop: int | None = None
-    url: str = ""  # where the file comes from
+    hub: dict[str, str] | None = None  # for huggingface_hub, if the file has to be downloaded
 
 
-def hub_parts(data: str, num_shards: int) -> tuple[list[Part], Part]:
-    """Train parts, validation part. climbmix: a file each. tinystories: one file, cut where its other users cut it."""
+Splits = tuple[list[Part], list[Part], list[Part]]  # train (one shard per part), val, test
+
+
+def hub_splits(data: str, num_shards: int | None) -> Splits:
+    if num_shards is None:  # what five minutes consume: on a Hopper, on a T4, without a GPU
+        import torch
+
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
     def part(file: str, start: int = 0, stop: int | None = None) -> Part:
-        url = f"{endpoint}/datasets/karpathy/{HUB[data]}/resolve/main/{file}"
-        return Part(cache_dir() / data / "raw" / file, start, stop, url)
+        hub = {"repo_id": HUB[data], "repo_type": "dataset", "filename": file, "endpoint": endpoint}
+        return Part(cache_dir() / data / "raw" / file, start, stop, hub)
 
     if data == "climbmix":
-        return [part(f"shard_{i:05d}.parquet") for i in range(num_shards)], part(VAL_FILE)
-    val, train, size = TINYSTORIES_CUTS
-    starts = range(train, train + num_shards * size, size)
-    file = "tinystories_gpt4_clean.parquet"
-    return [part(file, start, start + size) for start in starts], part(file, val, train)
+        return [part(f"shard_{i:05d}.parquet") for i in range(num_shards)], [part(VAL_FILE)], [part(TEST_FILE)]
+    # split as its dataset card suggests: 10,000 stories for test, 10,000 for validation, then train
+    file, size = "tinystories_gpt4_clean.parquet", 250_000
+    train = [part(file, start, start + size) for start in range(20_000, 20_000 + num_shards * size, size)]
+    return train, [part(file, 10_000, 20_000)], [part(file, 0, 10_000)]
 
 
-def folder_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.txt"))
-    if not files:
-        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder, or {' or '.join(HUB)}")
-    return sorted(files, key=lambda file: file.name == VAL_FILE)  # the last one validates
+def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
+    """Validates on the last file, or the last 5% of a single one. Tests on test_files, or the 5% before validation."""
+    parts = []
+    for file in files:
+        parquet = file.suffix == ".parquet"
+        count = open_parquet(file).metadata.num_rows if parquet else sum(1 for _ in documents(Part(file)))
+        parts.append(Part(file, 0, count))
+    total = sum(part.stop for part in parts)
+    twentieth = max(1, total // 20)
+    val = total - (parts[-1].stop if len(parts) > 1 else twentieth)  # the first document of the split
+    test = val - (0 if test_files else twentieth)
+    if test < 1:
+        raise PrepareError(f"{files[0].parent} has too few documents for train, validation and test: give it more text")
+
+    def take(start: int, stop: int) -> list[Part]:
+        taken = []
+        for part in parts:
+            first, last = max(0, start), min(part.stop, stop)
+            if first < last:
+                taken.append(replace(part, start=first, stop=last))
+            start, stop = start - part.stop, stop - part.stop
+        return taken
+
+    return take(0, test)[:num_shards], take(val, total), take(test, val) or [Part(file) for file in test_files]
 
 
-def folder_parts(folder: Path, num_shards: int) -> tuple[list[Part], Part]:
-    """The last file validates, or the last 5% of the only one."""
-    *train, val = folder_files(folder)
-    for file in [*train, val]:
-        if file.suffix == ".parquet":
-            open_parquet(file)
-    if train:
-        return [Part(file) for file in train[:num_shards]], Part(val)
-    total = sum(1 for _ in documents(Part(val)))
-    if total < 2:
-        raise PrepareError(f"{val} holds {total} documents: give at least 2, one of them is for validation")
-    cut = total - max(1, total // 20)
-    return [Part(val, 0, cut)], Part(val, cut)
+def documents(part: Part) -> Iterator[str]:
+    """The part's texts in order, without the empty ones."""
+    root = part.path
+    if root.suffix == ".parquet":
+        return filter(None, parquet_column(part))
+    if root.is_dir():  # Python modules, ordered by the hash of their names so that each split gets all kinds
+        skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
+        names = [name for path in root.rglob("*.py") if not skip & set((name := path.relative_to(root)).parts)]
+        names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+        texts = ((root / name).read_text("utf-8", errors="replace") for name in names)
+    else:  # a document ends at <|endoftext|>, or at the last newline within 64 Ki characters: a book is many
+        books = root.read_text("utf-8", errors="replace").split("<|endoftext|>")
+        pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n")) for book in books)
+        texts = itertools.chain.from_iterable(pieces)
+    return itertools.islice(filter(None, texts), part.start, part.stop)
 
 
-def embedded_parts() -> tuple[list[Part], Part]:
-    """The running Python's own standard library, so that everything runs with no network: a module is a document."""
-    root = Path(sysconfig.get_path("stdlib"))
-    cut = len(stdlib_modules(root)) * 19 // 20
-    return [Part(root, 0, cut)], Part(root, cut)
-
-
-def stdlib_modules(root: Path) -> list[Path]:
-    """In the order of their names' hashes, so that the last 5% are of all kinds."""
-    skip = {"site-packages", "dist-packages", "test", "tests"}  # tests: some distributions leave them out
-    modules = [path.relative_to(root) for path in root.rglob("*.py")]
-    modules = [module for module in modules if not skip & set(module.parts)]
-    return [root / module for module in sorted(modules, key=lambda m: hashlib.sha256(m.as_posix().encode()).digest())]
+def parquet_column(part: Part) -> Iterator[str | None]:
+    file, row = open_parquet(part.path), 0
+    stop = file.metadata.num_rows if part.stop is None else part.stop
+    try:
+        for batch in file.iter_batches(256, columns=["text"]):
+            yield from batch.column(0)[max(0, part.start - row) : max(0, stop - row)].to_pylist()
+            row += len(batch)
+            if row >= stop:
+                return
+    except Exception as error:
+        raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
 
 
 def open_parquet(path: Path):
-    """A pyarrow ParquetFile with a column `text` of strings."""
-    import pyarrow as pa
+    """A pyarrow.parquet.ParquetFile with a string column `text`."""
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
-        types = {field.name: str(field.type) for field in file.schema_arrow}
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise PrepareError(f"{path} is not a parquet file: delete or replace it ({one_line(error)})") from None
-    if types.get("text") not in ("string", "large_string"):
-        raise PrepareError(f"{path} has no column `text` of strings: rename its text column (it has {types})")
-    return file
-
-
-def documents(part: Part) -> Iterator[str]:
-    """The part's texts, the empty ones left out."""
-    if part.path.is_dir():
-        modules = stdlib_modules(part.path)[part.start : part.stop]
-        return filter(None, (module.read_text("utf-8", errors="replace") for module in modules))
-    return text_documents(part) if part.path.suffix == ".txt" else parquet_documents(part)
-
-
-def parquet_documents(part: Part) -> Iterator[str]:
-    import pyarrow as pa
-
-    file, end = open_parquet(part.path), 0
-    stop = file.metadata.num_rows if part.stop is None else part.stop
-    try:
-        for group in range(file.num_row_groups):
-            begin, end = end, end + file.metadata.row_group(group).num_rows
-            if end <= part.start or begin >= stop:
-                continue
-            for batch in file.iter_batches(256, row_groups=[group], columns=["text"]):
-                texts = batch.column(0).to_pylist()
-                yield from filter(None, texts[max(0, part.start - begin) : max(0, stop - begin)])
-                begin += len(texts)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
-
-
-def text_documents(part: Part) -> Iterator[str]:
-    """A document ends at <|endoftext|>, or at the last line end within 64 Ki characters: a book is many."""
-    texts = part.path.read_text("utf-8", errors="replace").split("<|endoftext|>")
-    pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", text.strip("\n")) for text in texts)
-    return itertools.islice(itertools.chain.from_iterable(pieces), part.start, part.stop)
+        if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
+            raise TypeError(f"its column `text` has the type {kind}")
+        return file
+    except Exception as error:
+        problem = f"{path} is not a parquet file with a column `text` of strings ({one_line(error)})"
+        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -777,138 +945,132 @@ def one_line(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- download
 
-READ_TIMEOUT = 20  # seconds of silence that make a stall
-ATTEMPTS, BACKOFF, MAX_WAIT = 6, 1.0, 60  # waits of 1, 2, 4, 8, 16 s, or what the server asks for up to a minute
+ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s in between
 
 
-def download(url: str, path: Path) -> None:
-    """A parquet file over HTTP. What an interrupted transfer left, in this run or an earlier one, is resumed."""
-    import requests
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    if partial.is_symlink():  # a stranger's, to elsewhere
-        partial.unlink()
-
-    def attempt() -> None:
-        have = partial.stat().st_size if partial.exists() else 0
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-        with requests.get(url, headers=headers, stream=True, timeout=(5, READ_TIMEOUT)) as response:
-            status, length = response.status_code, response.headers.get("Content-Length", "")
-            if status == 416:  # we hold more than there is
-                partial.unlink()
-            if status in (408, 416, 429) or status >= 500:
-                raise requests.HTTPError(f"status {status}", response=response)
-            if status not in (200, 206):
-                raise PrepareError(f"{url}: status {status}; check HF_ENDPOINT, or give --data DIR")
-            if status == 200:  # from the beginning: asked for, or the server has no ranges
-                have = 0
-            elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                raise requests.HTTPError("a range that was not asked for")
-            total = have + int(length) if length.isdigit() else None
-            bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=path.name, disable=None)
-            with open(partial, "ab") as file, bar:
-                file.truncate(have)
-                for chunk in response.iter_content(2**16):
-                    file.write(chunk)
-                    bar.update(len(chunk))
-                file.flush()
-                os.fsync(file.fileno())
-                if total not in (None, os.fstat(file.fileno()).st_size):
-                    raise requests.ConnectionError(f"not the {total} bytes that were announced")
-        try:
-            open_parquet(partial)
-        except PrepareError as error:
-            partial.unlink()
-            raise requests.HTTPError(str(error)) from None
-        os.replace(partial, path)
-
-    failures, best = 0, 0
-    while True:
-        try:
-            return attempt()
-        except requests.RequestException as error:
-            reached = partial.stat().st_size if partial.exists() else 0
-            if reached >= best + 2**20:  # a bad line that moves is not a dead one
-                failures, best = 0, reached
-            failures += 1
-            if failures == ATTEMPTS:
-                remedy = "run again to go on, set HF_ENDPOINT to a mirror, or give --data DIR"
-                raise PrepareError(f"{url}: {one_line(error)}; {remedy}") from None
-            asked = "" if error.response is None else error.response.headers.get("Retry-After", "")
-            seconds = min(MAX_WAIT, int(asked) if asked.isdigit() else BACKOFF * 2 ** (failures - 1))
-            print(f"{path.name}: {one_line(error)}; again in {seconds:.0f} s", flush=True)
-            time.sleep(seconds)
+class Unreachable(PrepareError):
+    """The hub does not answer at all."""
 
 
-def reachable(url: str) -> bool:
-    """Within seconds: looking a name up has no timeout of its own, hence the thread."""
-    import requests
+def download_ahead(parts: list[Part]) -> dict[Path, Future]:
+    """Starts a thread that downloads the missing files in the order of `parts`; each future ends with its download."""
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
+        os.environ.setdefault(name, "1")
+    missing = {part.path: part for part in parts if part.hub and not part.path.exists()}
+    arriving = {path: Future() for path in missing}
 
-    answers = []
+    def work() -> None:
+        for path, part in missing.items():
+            try:
+                arriving[path].set_result(download(part))
+            except BaseException as error:
+                arriving[path].set_exception(error)
+
+    if missing:
+        check_reachable(next(iter(missing.values())))
+        threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
+    return arriving
+
+
+def check_reachable(part: Part) -> None:
+    """Raises Unreachable if the hub does not answer within seconds, not even with an error.
+
+    In a thread, as looking up a name has no timeout, and some versions of huggingface_hub retry for half a minute.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url, answer = hf_hub_url(**part.hub), queue.SimpleQueue()
 
     def ask() -> None:
-        with suppress(requests.RequestException):
-            answers.append(requests.head(url, timeout=(3, 5)))
+        try:
+            answer.put(get_hf_file_metadata(url, timeout=5))
+        except Exception as error:
+            answer.put(getattr(error, "response", None))
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(8)
-    return bool(answers)
+    threading.Thread(target=ask, daemon=True).start()
+    with suppress(queue.Empty):
+        if answer.get(timeout=8) is not None:
+            return
+    raise Unreachable(f"cannot reach {url}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
+
+
+def download(part: Part) -> None:
+    """hf_hub_download resumes broken transfers and honours Retry-After; other failures are retried here."""
+    from huggingface_hub import hf_hub_download
+
+    for attempt in range(ATTEMPTS):
+        try:
+            hf_hub_download(**part.hub, local_dir=part.path.parent)
+            open_parquet(part.path)
+            return
+        except Exception as error:  # from requests, httpx or huggingface_hub, depending on its version
+            if getattr(error, "errno", None):  # from the disk
+                raise
+            cause = error.__cause__ or error
+            status = getattr(getattr(cause, "response", None), "status_code", 0)
+            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: not to be resumed
+                part.path.unlink(missing_ok=True)
+                shutil.rmtree(part.path.parent / ".cache", ignore_errors=True)
+        if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
+            remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
+            raise PrepareError(f"{part.path.name} of {part.hub['repo_id']}: {one_line(cause)}; {remedy}")
+        print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
+        time.sleep(2**attempt)
 
 
 # ------------------------------------------------------------------------------------------------------------ preparing
-
-
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` (None: climbmix, or the embedded corpus) the current dataset; returns its folder."""
-    if num_shards is not None and not 1 <= num_shards <= 6542:
-        raise PrepareError(f"--num-shards {num_shards} is not possible: give 1 to 6542")
+    """Makes `data` (None: climbmix, or without network the embedded corpus) the current dataset; returns its folder."""
+    if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
+        raise PrepareError(f"--num-shards {num_shards} is not possible: give 1 to {MAX_SHARDS}")
     if data is None:
-        data = "climbmix"
-        if not is_ready(cache_dir() / data, num_shards) and not reachable(hub_parts(data, 1)[1].url):
+        try:
+            return prepare("climbmix", num_shards)
+        except Unreachable:
             print("NO NETWORK: falling back to the embedded corpus, the source text of this Python's standard library.")
             print("Its val_bpb compares with no other. For real text go online, set HF_ENDPOINT, or give --data DIR.")
             data = "embedded"
 
+    files, test_files = [], []
     if data in HUB:
         name = data
-    elif data == "embedded":
-        name, num_shards = "embedded@{}.{}.{}".format(*sys.version_info), 1
+    elif data == "embedded":  # this Python's standard library, treated as a single file
+        files, name = [Path(sysconfig.get_path("stdlib"))], "embedded@{}.{}.{}".format(*sys.version_info)
     elif Path(data).is_dir():
-        files = folder_files(Path(data))
-        num_shards = min(num_shards or len(files), max(1, len(files) - 1))
+        files = sorted(Path(data).glob("*.parquet")) or sorted(Path(data).glob("*.txt"))
+        files.sort(key=lambda file: file.name == VAL_FILE)  # the last one validates
         identity = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
         label = re.sub(r"[^\w.-]+", "-", Path(data).resolve().name, flags=re.ASCII).lstrip(".-") or "folder"
         name = f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+        test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
+        files = [file for file in files if file not in test_files]
+        if not files:
+            raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
     else:
         raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
+    if files:
+        num_shards = min(num_shards or len(files), max(1, len(files) - 1))
 
     directory = cache_dir() / name
     ready = is_ready(directory, num_shards)
+    if test_files:  # used to be for training
+        ready = ready or is_ready(directory, num_shards + 1)
     with suppress(PrepareError):
         if ready and current_dataset() == directory:
             return directory
-    parts = None
-    if not ready and data in HUB:
-        parts = hub_parts(data, num_shards or default_shards())
-        missing = [part.url for part in [*parts[0], parts[1]] if not part.path.exists()]
-        if missing and not reachable(missing[0]):
-            raise PrepareError(f"cannot reach {missing[0]}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
-    elif not ready:
-        parts = embedded_parts() if data == "embedded" else folder_parts(Path(data), num_shards)
     cache_dir().mkdir(parents=True, exist_ok=True)
     with open(cache_dir() / "lock", "ab") as file:
         lock(file, math.inf, f"another prepare.py is at work in {cache_dir()}: waiting for it")
-        if parts:
-            build(directory, *parts)
+        if not ready:
+            splits = file_splits(files, test_files, num_shards) if files else hub_splits(data, num_shards)
+            build(directory, *splits)
         with new_file(cache_dir() / "current") as current:
             current.write(f"{name}\n".encode())
     return directory
 
 
 def is_ready(directory: Path, num_shards: int | None) -> bool:
-    """Prepared to the end, and with that many train shards (None: any number)."""
+    """Whether train and val are complete, with that many train shards (None: any number)."""
     try:
         fingerprint = Tokenizer.from_directory(directory).fingerprint
         open_shards(directory, "val", fingerprint)
@@ -917,113 +1079,117 @@ def is_ready(directory: Path, num_shards: int | None) -> bool:
         return False
 
 
-def default_shards() -> int:
-    """What five minutes consume on a Hopper, on a T4, and without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 1
-    return 10 if torch.cuda.get_device_capability() >= (8, 0) else 2
-
-
-def build(directory: Path, train: list[Part], val: Part) -> None:
-    """Whatever is there and whole is kept."""
-    directory.mkdir(exist_ok=True)
-    for part in [*train, val]:
-        if part.url and not part.path.exists():
-            download(part.url, part.path)
-    try:
+def build(directory: Path, train: list[Part], val: list[Part], test: list[Part]) -> None:
+    """Makes what is missing, test first. While one file is tokenized the next ones are downloaded."""
+    if not test[0].hub and not (directory / "test_00000.bin").exists():
+        for shard in directory.glob("train_*.bin"):  # made before there was a test split, they may contain it
+            shard.unlink()
+    shards = {"test_00000.bin": test, "val_00000.bin": val}
+    shards |= {f"train_{i:05d}.bin": [part] for i, part in enumerate(train)}
+    tokenizer = None
+    with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
-    except PrepareError:
-        Tokenizer.train(documents(train[0]), directory / "tokenizer.txt")
-        tokenizer = Tokenizer.from_directory(directory)
-    shards = [(f"train_{i:05d}.bin", part, math.inf) for i, part in enumerate(train)]
-    for name, part, limit in [*shards, ("val_00000.bin", val, EVAL_TOKENS + 1)]:
-        try:
+    for name in list(shards) if tokenizer else []:
+        with suppress(PrepareError):
             open_shard(directory / name, tokenizer.fingerprint)
-        except PrepareError:
-            tokenize(part, directory / name, tokenizer, limit)
+            del shards[name]
+    first = train[:1] if not tokenizer else []
+    arriving = download_ahead(first + [part for parts in shards.values() for part in parts])
+
+    def texts(parts: list[Part]) -> Iterator[str]:
+        for part in parts:
+            if part.path in arriving:
+                arriving[part.path].result()
+            yield from documents(part)
+
+    directory.mkdir(exist_ok=True)
+    if first:
+        Tokenizer.train(texts(first), directory / "tokenizer.txt")
+        tokenizer = Tokenizer.from_directory(directory)
+    for name, parts in shards.items():
+        limit = math.inf if name.startswith("train") else EVAL_TOKENS + 1
+        tokenize(texts(parts), directory / name, tokenizer, limit)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % len(train))
+    shutil.rmtree(directory / "raw" / ".cache", ignore_errors=True)  # huggingface_hub's metadata and leftovers
 
 
-def tokenize(part: Part, path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """In threads: tiktoken lets go of the interpreter lock. On two cores 14 MB/s each; processes gave 17."""
-    bos = np.array([tokenizer.get_bos_token_id()])
-    bar = tqdm(unit="B", unit_scale=True, desc=path.stem, disable=None)
+def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
+    """Makes a token shard. In threads, as tiktoken releases the GIL: 14 MB/s per core, where processes gave 17."""
+    bos, workers = np.array([tokenizer.get_bos_token_id()]), os.cpu_count() or 1
 
     def batches() -> Iterator[list[str]]:
         batch, size = [], 0
-        for text in documents(part):
+        for text in texts:
             batch.append(text)
             size += len(text)
             if size >= 2**18:
                 yield batch
                 batch, size = [], 0
-        if batch:
-            yield batch
+        yield batch
 
-    def encode(batch: list[str]) -> tuple[np.ndarray, list[int]]:
-        encoded = []
+    def encode(batch: list[str]) -> np.ndarray:
+        ids = [bos[:0]]
         for text in batch:
             pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # the regex overflows on 10^6 spaces
-            ids = [tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-            encoded.append(np.concatenate([bos, *ids]))
-        bar.update(sum(len(text.encode()) for text in batch))
-        return np.concatenate(encoded), [len(ids) for ids in encoded]
+            ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
+        return np.concatenate(ids).astype("<u2")
 
-    start = time.perf_counter()
-    with bar:
-        n = write_shard(path, parallel_map(encode, batches()), tokenizer.fingerprint, limit)
+    def encoded() -> Iterator[np.ndarray]:  # only a few batches ahead, as a dataset may not fit into memory
+        with ThreadPoolExecutor(workers) as pool:
+            pending = deque()
+            for batch in batches():
+                pending.append(pool.submit(encode, batch))
+                if len(pending) > 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+    start, n, checksum = time.perf_counter(), 0, hashlib.sha256()
+    with new_file(path) as file:
+        file.seek(HEADER.size)
+        for tokens in encoded():
+            file.write(tokens)
+            checksum.update(tokens)
+            n += len(tokens)
+            if n >= limit:
+                break
+        if n == 0:
+            raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
     print(f"{path.stem}: {n / 1e6:.1f} M tokens in {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def parallel_map(function: Callable, items: Iterable) -> Iterator:
-    """In order, and only a few items ahead, so that a dataset need not fit into memory."""
-    workers, pending = os.cpu_count() or 1, deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
     parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume on this GPU)")
     parser.add_argument("--cache", help="where to (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
-    parser.add_argument("--plot", action="store_true", help="draw progress.png from results.tsv, and stop")
-    parser.add_argument(
-        "--log-crash", action="store_true", help="log HEAD's run as a crash if it left no row, and stop"
-    )
     args = parser.parse_args()
     if args.cache:
         if Path(args.cache).resolve() != cache_dir().resolve():
             print(f"train.py finds this cache after: export AUTORESEARCH_CACHE={Path(args.cache).resolve()}")
         os.environ["AUTORESEARCH_CACHE"] = args.cache
-    if args.plot:
-        return plot(RESULTS.with_name("progress.png"))
-    if args.log_crash:
-        return log_crash()
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
+        fingerprint = Tokenizer.from_directory(directory).fingerprint
+        sizes = []
+        for split in ("train", "val", "test"):
+            if split == "test" and not (directory / "test_00000.bin").exists():
+                print(no_test_split(directory))
+                break
+            shards = open_shards(directory, split, fingerprint, args.verify)
+            sizes.append(f"{sum(len(shard.tokens) for shard in shards) / 1e6:.1f} M {split}")
+        print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
+    except PrepareError as error:
+        sys.exit(str(error))
     except OSError as error:
-        raise PrepareError(f"{one_line(error)}: free some space there, or give another folder with --cache") from None
+        sys.exit(f"{one_line(error)}: free some space there, or give another folder with --cache")
     except KeyboardInterrupt:
-        raise PrepareError("interrupted: run again to go on") from None
-    fingerprint = Tokenizer.from_directory(directory).fingerprint
-    train, val = (
-        sum(len(shard.tokens) for shard in open_shards(directory, split, fingerprint, args.verify)) / 1e6
-        for split in ("train", "val")
-    )
-    print(f"ready: {dataset_id(directory)}, {train:.1f} M train tokens, {val:.1f} M for validation, in {directory}")
+        sys.exit("interrupted: run again to go on")
 
 
 if __name__ == "__main__":

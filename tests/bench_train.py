@@ -1,17 +1,17 @@
 """
 Whole runs side by side: named recipes, each for so many seconds, on the same data and machine.
 
-    python tests/bench_train.py hopper sdpa turing --seconds 60
+    python tests/bench_train.py default no-fa3 T4 --seconds 60
     python tests/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
 
-A recipe is train.py with constants moved. A path is any other train.py that speaks autoresearch's interface, with its
-own prepare.py beside it or ours; its TIME_BUDGET is set to the same seconds. `--eval bos` scores our weights as
-autoresearch does, too: each row of 2048 starts a document (BOS-aligned best-fit packing), so contexts are longer than
-in the windows of our val_bpb, and the number is lower.
+A recipe is train.py with constants moved, or the name of a GPU whose numerics and size it takes. A path is any other
+train.py that speaks autoresearch's interface, with its own prepare.py beside it or ours; its TIME_BUDGET is set to the
+same seconds. `--eval bos` scores our weights as autoresearch does, too: each row of 2048 starts a document (BOS-aligned
+best-fit packing), so contexts are longer than in the windows of our val_bpb, and the number is lower.
 """
 
 import argparse
-import itertools
+import math
 import os
 import re
 import subprocess
@@ -22,39 +22,47 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# Python that runs inside the child before train.main(); `row` replaces fields of a row of PLATFORMS
+# Python that runs inside the child before the run
 RECIPES = {
     "default": "",
-    "hopper": "force('hopper')",
-    "sdpa": "force('hopper'); train.load_fa3 = lambda: None",
-    "turing": "force('turing')",
-    "cpu": "force('cpu')",
+    "no-fa3": "train.load_fa3 = lambda: None",
     "four-bit": "train.FOUR_BIT = True",
-    # autoresearch's own model and batch at 228791f, without what we add to it; and with our shorter windows
-    "same-shape": "same_shape(); row('hopper', window=1024); train.WINDOW_PATTERN = 'SSSL'",
-    "same-shape-256": "same_shape()",
+    # autoresearch's own model and batch at 228791f, without what we add to it
+    "same-shape": """
+import dataclasses, inspect, textwrap
+config = dataclasses.replace(train.SIZES[-1][1], depth=8, n_embd=512, window=1024, total_batch_size=2**19)
+train.pick_size = lambda peak_flops: config
+train.scale_batch = lambda config, seconds: config
+train.NGRAMS = ()
+train.layers = lambda config: [
+    train.Layer(2048 if i % 4 == 3 else 1024, shift=0, value_embed=i % 2 == 1) for i in range(config.depth)
+]
+source = textwrap.dedent(inspect.getsource(train.Attention.forward))
+for ours, theirs in {
+    "k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)": "",
+    "(y * gate[:, :, :H])": "y",
+}.items():
+    assert ours in source, ours
+    source = source.replace(ours, theirs)
+exec(source, vars(train))
+train.Attention.forward = train.forward
+""",
 }
-PRELUDE = """
-import dataclasses, inspect, sys, textwrap, train
-def row(name, **new): train.PLATFORMS[name] = dataclasses.replace(train.PLATFORMS[name], **new)
-def force(name): sys.argv += ['--platform', name]
-def same_shape():
-    row('hopper', depth=8, n_embd=512, total_batch=2**19)
-    train.NGRAMS = ()
-    source = textwrap.dedent(inspect.getsource(train.Attention.forward))
-    for addition in ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", "y = y * gate[:, :, :H]"):
-        assert addition in source, addition
-        source = source.replace(addition, "")
-    exec(source, vars(train))
-    train.Attention.forward = train.forward
-    train.scale_batch = lambda platform, seconds: platform
+CHILD = """
+import sys, time, prepare, train
+sys.argv[0] = "train.py"
 {recipe}
-train.main()
-"""
-BOS = """
-sys.path.append({tests!r})
-import bench_train
-print(f"bos: {{bench_train.bos_aligned_bpb():.6f}}")
+evaluate = prepare.evaluate_bpb
+def evaluate_both(model, tokenizer, *args):
+    val_bpb, start = evaluate(model, tokenizer, *args), time.perf_counter()
+    if {bos}:
+        sys.path.append({tests!r})
+        import bench_train
+        print(f"bos: {{bench_train.bos_aligned_bpb(model, tokenizer):.6f}}")
+    print(f"bos_seconds: {{time.perf_counter() - start:.1f}}")
+    return val_bpb
+prepare.evaluate_bpb = evaluate_both
+prepare.run(train.train, train.build_model)
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"
 KEYS = {  # column: key in the summary of our train.py; a peer prints the first five
@@ -65,20 +73,19 @@ KEYS = {  # column: key in the summary of our train.py; a peer prints the first 
     "total s": "total_seconds",
     "tok/s": "tokens_per_sec",
     "first step s": "first_step_sec",
-    "nf4": "val_bpb_nf4",
 }
 
 
 def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, str]:
     """One child process; its summary as a dictionary, its output in the log."""
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if name in RECIPES:
-        code = PRELUDE.format(recipe=RECIPES[name]) + bos * BOS.format(tests=str(Path(__file__).parent))
-        arguments, cwd = ["--seconds", str(seconds)], ROOT
-    else:
+    if Path(name).suffix == ".py":
         path = Path(name).resolve()
         code, arguments, cwd = PEER.format(seconds=int(seconds), path=str(path)), [], path.parent
-    start, first, end = time.perf_counter(), None, 0.0
+    else:
+        code = CHILD.format(recipe=RECIPES.get(name, ""), bos=bos, tests=str(Path(__file__).parent))
+        arguments, cwd = ["--seconds", str(seconds), *(["--gpu", name] if name not in RECIPES else [])], ROOT
+    start, first = time.perf_counter(), None
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -88,40 +95,32 @@ def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, st
             output += chunk
             if first is None and b"step 0000" in output:
                 first = time.perf_counter() - start
-            if b"\nbos: " not in output:
-                end = time.perf_counter() - start
         process.wait()
+        end = time.perf_counter() - start
         text = output.decode(errors="replace")
         file.write(text)
-    summary = dict(re.findall(r"^(\w+): +(\S.*)$", text.rpartition("---")[2], re.M))
+    summary = dict(re.findall(r"^(\w+): +(\S.*)$", text, re.M))
     summary.setdefault("first_step_sec", f"{first or 0:.1f}")
     if "tokens_per_sec" not in summary and "training_seconds" in summary:
         # autoresearch's clock leaves its first 11 steps out, its tokens don't
         steps = float(summary["num_steps"])
         tokens = 1e6 * float(summary["total_tokens_M"]) * max(steps - 11, 1) / steps
         summary["tokens_per_sec"] = f"{tokens / float(summary['training_seconds']):.0f}"
-    summary["total_seconds"] = f"{end:.1f}"  # from outside, for everybody
+    summary["total_seconds"] = f"{end - float(summary.get('bos_seconds', 0)):.1f}"  # from outside, for everybody
     return summary
 
 
-def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
-    """val_bpb of the saved weights on rows that start with BOS, packed best-fit; what does not fit is cropped."""
-    import math
-
+def bos_aligned_bpb(model, tokenizer, batch_size: int = 32, tokens: int = 2**22) -> float:
+    """val_bpb on rows that start with BOS, packed best-fit with documents; what does not fit is cropped."""
+    import numpy as np
     import torch
 
     import prepare
-    import train
 
-    tokenizer = prepare.Tokenizer.from_directory()
-    (shard,) = prepare.open_shards(tokenizer.directory, "val", tokenizer.fingerprint)
-    bounds = [*shard.documents.tolist(), len(shard.tokens)]
-    documents = [shard.tokens[a:b] for a, b in itertools.pairwise(bounds)]
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    flash = train.load_fa3()
-    platform = train.pick_platform(capability, flash is not None)
-    model, _ = train.load_checkpoint(platform, tokenizer.get_vocab_size(), flash)
-    T, device = model.platform.seq_len, platform.device
+    stream = prepare.TokenStream(tokenizer, "val")
+    text = stream.read(0, len(stream))
+    documents = np.split(text, np.flatnonzero(text == tokenizer.get_bos_token_id())[1:])
+    T, device = model.config.seq_len, next(model.parameters()).device
     sizes = torch.tensor(tokenizer.token_bytes(), device=device)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     total, buffer, rows = 0, [], []
@@ -137,12 +136,12 @@ def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
         total += weight.sum().item()
         rows.clear()
 
-    scored = 0
+    documents, scored = documents[::-1], 0
     while (documents or buffer) and scored < tokens:
         row: list[int] = []
         while len(row) < T + 1 and (documents or buffer):
             while len(buffer) < 1000 and documents:
-                buffer.append(documents.pop(0))
+                buffer.append(documents.pop())
             room = T + 1 - len(row)
             fitting = [d for d in buffer if len(d) <= room]
             best = max(fitting, key=len) if fitting else min(buffer, key=len)
@@ -158,7 +157,7 @@ def bos_aligned_bpb(batch_size: int = 32, tokens: int = 2**22) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="+", help=f"of {', '.join(RECIPES)}, or paths of other train.py")
+    parser.add_argument("recipes", nargs="+", help=f"{', '.join(RECIPES)}, a --gpu, or another train.py")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--eval", choices=["bos"])
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="folder for the children's output")

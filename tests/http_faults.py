@@ -1,17 +1,20 @@
-"""A small HTTP server that serves a dict of files, with ranges, and misbehaves on request."""
+"""A small HTTP server that serves files as the Hugging Face hub does, and misbehaves on request."""
 
+import hashlib
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import perf_counter, sleep  # the real ones, whatever a test makes of `time`
 
 
 class FaultyServer:
-    """`faults` is consumed a GET at a time, and may be endless; once it is empty all goes well. `requests` records."""
+    """Serves {path: body}. `faults` is consumed a GET at a time, `head_faults` a HEAD at a time; both may be endless,
+    and once they are empty all goes well. `requests` records. `rate` limits each response to so many bytes a second."""
 
-    def __init__(self, files: dict[str, bytes], faults=(), delay: float = 0.0):
-        self.files, self.faults, self.delay = files, iter(faults), delay
-        self.requests: list[tuple[str, str | None]] = []  # (path, Range)
+    def __init__(self, files: dict[str, bytes], faults=(), head_faults=(), rate: float = float("inf")):
+        self.files, self.rate = files, rate
+        self.faults = {"GET": iter(faults), "HEAD": iter(head_faults)}
+        self.requests: list[tuple[str, str, str | None]] = []  # (method, path, Range)
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.http.daemon_threads = True
         self.http.handle_error = lambda *request: None  # clients hang up, or are killed
@@ -25,34 +28,38 @@ class FaultyServer:
         self.http.shutdown()
         self.http.server_close()
 
+    def ranges(self) -> list[str | None]:
+        """Of the GETs."""
+        return [asked for method, _, asked in self.requests if method == "GET"]
+
     def _handler(server) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
+            rate = server.rate
+
             def log_message(self, *args) -> None:
                 pass
 
-            def do_HEAD(self) -> None:
-                self.send_response(200 if self.path in server.files else 404)
-                self.end_headers()
+            def serve(self) -> None:
+                server.requests.append((self.command, self.path, self.headers.get("Range")))
+                fault = next(server.faults[self.command], None)
+                (fault or (respond if self.path in server.files else status(404)))(
+                    self, server.files.get(self.path, b"")
+                )
 
-            def do_GET(self) -> None:
-                server.requests.append((self.path, self.headers.get("Range")))
-                fault = next(server.faults, None)
-                if fault:
-                    return fault(self, server.files.get(self.path, b""))
-                if self.path not in server.files:
-                    return status(404)(self, b"")
-                respond(self, server.files[self.path], delay=server.delay)
+            do_HEAD = do_GET = serve
 
         return Handler
 
 
-def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stall=0.0, delay=0.0) -> None:
+def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stall=0.0) -> None:
     """200 or 206; `announce` overrides Content-Length, `send` is how many bytes really go out."""
     asked = handler.headers.get("Range") if ranges else None
     start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
     if asked and start >= len(body):
         return status(416)(handler, body)
     handler.send_response(206 if asked else 200)
+    handler.send_header("X-Repo-Commit", "0" * 40)
+    handler.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
     if asked:
         handler.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
     # what a hostile server would like the file to be called
@@ -60,12 +67,14 @@ def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stal
     part = body[start:]
     handler.send_header("Content-Length", str(len(part) if announce is None else announce))
     handler.end_headers()
-    part = part[:send]
-    for i in range(0, len(part), 2**15):
-        handler.wfile.write(part[i : i + 2**15])
-        time.sleep(delay)
-    handler.wfile.flush()
-    time.sleep(stall)
+    if handler.command == "GET":
+        part = part[:send]
+        start = perf_counter()
+        for i in range(0, len(part), 2**15):
+            handler.wfile.write(part[i : i + 2**15])
+            sleep(max(0.0, start + i / handler.rate - perf_counter()))
+        handler.wfile.flush()
+        sleep(stall)
 
 
 Fault = Callable[[BaseHTTPRequestHandler, bytes], None]
@@ -95,7 +104,17 @@ def stall(handler, body: bytes) -> None:
 
 
 def silence(handler, body: bytes) -> None:
-    time.sleep(1.0)
+    sleep(1.0)
+
+
+def reset(handler, body: bytes) -> None:
+    """Closes with unread and unsent data in flight: the client sees a reset, not an end."""
+    import socket
+    import struct
+
+    respond(handler, body, send=len(body) // 3)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
 
 
 def announce_less(handler, body: bytes) -> None:
@@ -116,11 +135,3 @@ def error_page(handler, body: bytes) -> None:
 
 def no_ranges(handler, body: bytes) -> None:
     respond(handler, body, ranges=False, send=len(body) // 2)
-
-
-def wrong_range(handler, body: bytes) -> None:
-    handler.send_response(206)
-    handler.send_header("Content-Range", f"bytes 7-{len(body) - 1}/{len(body)}")
-    handler.send_header("Content-Length", str(len(body) - 7))
-    handler.end_headers()
-    handler.wfile.write(body[7:])

@@ -27,8 +27,8 @@ def write_parquet(path: Path, documents: list, column: str = "text") -> None:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Three train files and climbmix's validation file, of seeds 0, 1, 2 and 6542."""
-    for seed in (0, 1, 2, 6542):
+    """Three train files and climbmix's files for test and validation, of seeds 0, 1, 2, 6541 and 6542."""
+    for seed in (0, 1, 2, 6541, 6542):
         write_parquet(folder / f"shard_{seed:05d}.parquet", texts(seed))
     return folder
 
@@ -40,4 +40,4 @@ def tree(folder: Path) -> dict[str, bytes]:
 def run_prepare(*args, cache: Path | str, **env: str) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "prepare.py", *map(str, args)]
     env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

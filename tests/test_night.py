@@ -1,5 +1,6 @@
 """An agent's night: program.md's own commands, played in a scratch git repository with a stub for train.py."""
 
+import contextlib
 import math
 import os
 import random
@@ -8,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 from small_corpus import ROOT, WORDS
 
+import night as night_py
 import prepare
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
@@ -20,7 +23,7 @@ HEADER = "\t".join(prepare.COLUMNS) + "\n"
 
 # What train.py does around its training, in 0.3 s. BODY is what an experiment does in there.
 STUB = """\
-import os, signal, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 from prepare import log_result
 
 def interrupted(*_):
@@ -36,8 +39,8 @@ try:
     BODY
     status = log_result(val_bpb=val_bpb, memory_gb=2.0, **where)
     print(f"---\\nval_bpb:          {val_bpb:.6f}\\npeak_vram_mb:     2048.0\\nstatus:           {status}")
-except BaseException:
-    log_result(val_bpb=0.0, memory_gb=0.0, crashed=True, **where)
+except BaseException as error:
+    log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
     raise
 """
 
@@ -47,30 +50,66 @@ def command(step: str) -> str:
     return re.search(rf"{re.escape(step)}.*?```bash\n(.*?)```", PROGRAM, re.S)[1]
 
 
+RUN = command("**2. Run.**") + "wait"
+
+
 class Night:
     """A clone with one commit, its data prepared, at the end of program.md's set-up."""
 
     def __init__(self, folder: Path, cache: Path):
         self.folder, self.log = folder, folder / "run.log"
-        python = folder.with_name("bin") / "python"  # `python` is the one that runs the tests
+        binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
             folder / "prepare.py": (ROOT / "prepare.py").read_text("utf-8"),
+            folder / "night.py": (ROOT / "night.py").read_text("utf-8"),
             folder / "results.tsv": HEADER,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
-            python: f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+            binaries / "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+            binaries / "torch" / "__init__.py": "from . import cuda",
+            binaries / "torch" / "cuda.py": "is_available = device_count = int",
         }.items():
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-        python.chmod(0o755)
+        (binaries / "python").chmod(0o755)
         who = {
             f"GIT_{role}_{key}": "night@example.org" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")
         }
-        self.env = (
-            os.environ | who | {"PATH": f"{python.parent}:{os.environ['PATH']}", "AUTORESEARCH_CACHE": str(cache)}
-        )
+        self.mark = f"NIGHT={uuid.uuid4()}"  # in the environment of every process that comes of this
+        self.env = os.environ | who | dict([self.mark.split("=")])
+        self.env |= {"AUTORESEARCH_CACHE": str(cache), "PYTHONPATH": str(binaries)}
+        self.env["PATH"] = f"{binaries}:{self.env['PATH']}"
         self.run("git init -q -b main && git add . && git commit -q -m start")
         self.run(command("## Set-up"))
+
+    def processes(self) -> dict[int, list[str]]:
+        """Those that come of this and still run: pid and arguments."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+        return found
+
+    def process(self, script: str, *args: str, leads_session: bool | None = None, but: int = 0) -> int:
+        """Waits for one that runs a script with these first arguments; not that of pid `but`."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            for pid, words in self.processes().items():
+                with contextlib.suppress(ProcessLookupError):
+                    leads = leads_session in (None, pid == os.getsid(pid))
+                    names = [Path(word).name for word in words[1 : len(args) + 2]]
+                    if leads and pid != but and names == [script, *args]:
+                        return pid
+            time.sleep(0.01)
+        raise TimeoutError(self.processes())
+
+    def all_gone(self, seconds: float = 60, runs: bool = False) -> bool:
+        """Within that time; `runs`: those of runs at least."""
+        deadline = time.monotonic() + seconds
+        while (left := self.runs() if runs else self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not left
 
     def start(self, script: str, **env: str) -> subprocess.Popen:
         return subprocess.Popen(
@@ -84,13 +123,16 @@ class Night:
         )
 
     def run(self, script: str, **env: str) -> str:
-        return self.start(script, **env).communicate(timeout=60)[0]
+        return self.start(script, **env).communicate(timeout=600)[0]
 
     def experiment(self, description: str, body: str, **env: str) -> str:
         """Once through the loop; returns the status."""
         self.edit(description, body)
-        self.run(command("**2. Run.**"), **env)
+        self.train(**env)
         return self.decide()
+
+    def train(self, **env: str) -> None:
+        self.run(RUN, **env)
 
     def edit(self, description: str, body: str) -> None:
         (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
@@ -117,7 +159,8 @@ class Night:
         *_, kept = (row["commit"] for row in self.rows() if row["status"] == "keep")
         assert self.run(f"git diff {kept} -- train.py") == ""
         subjects = dict(line.split(" ", 1) for line in self.run("git log --format='%h %s' --abbrev=7").splitlines())
-        assert [subjects[row["commit"]] for row in self.rows()] == [row["description"] for row in self.rows()]
+        for row in self.rows():
+            assert re.fullmatch(re.escape(subjects[row["commit"]]) + r"( \[.+\])?", row["description"])
 
 
 @pytest.fixture
@@ -126,7 +169,7 @@ def night(prepared, tmp_path) -> Night:
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     assert night.decide() == "keep"
     assert night.experiment("wider", "val_bpb = 1.2") == "keep"
     assert night.experiment("deeper", "val_bpb = 1.25") == "discard"
@@ -134,36 +177,78 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.experiment("a typo", "val_bpb = = 1.1") == "crash"
     night.edit("slower", "time.sleep(60)")
     night.log.unlink()
-    loop = night.start(command("**2. Run.**"))
+    loop = night.start(RUN)
     while not night.log.exists() or "training" not in night.log.read_text():
         time.sleep(0.01)
-    os.killpg(loop.pid, signal.SIGINT)  # Ctrl-C; a shell may end by it before --log-crash
-    loop.wait(10)
+    os.kill(night.process("night.py", "run", leads_session=False), signal.SIGINT)
+    loop.wait(600)
     assert "KeyboardInterrupt" in night.log.read_text()
     assert night.decide() == "crash"
     assert night.experiment("head_dim 64", "val_bpb = 1.1") == "keep"
     assert night.experiment("head_dim 32", "val_bpb = 1.10") == "discard"  # a tie is no gain
-    names = "baseline, wider, deeper, no norm, a typo, slower, head_dim 64, head_dim 32".split(", ")
-    assert [row["description"] for row in night.rows()] == names
+    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 14], slower [KeyboardInterrupt], "
+    names += "head_dim 64, head_dim 32"
+    assert [row["description"] for row in night.rows()] == names.split(", ")
     night.assert_nothing_else_changed()
 
 
-def test_a_hang_that_ignores_sigterm_is_ended_and_logged(night):
-    night.edit("hang", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
-    night.run(command("**2. Run.**").replace("-k 30 600", "-k 0.5 1"))
-    assert [row["status"] for row in night.rows()] == ["crash"]
+@pytest.mark.parametrize(
+    ("body", "limit", "reason"),
+    [
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", 3, "no evaluation within 0.05 min"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "killed"),
+        ("os._exit(7)", 60, "exit status 7"),
+        ("os._exit(0)", 60, "no row"),
+    ],
+)
+def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit, reason):
+    night.edit("idea", body)
+    night.run(RUN.replace("night.py run", f"night.py run --limit {limit}"))
+    assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
+    assert not night.processes()
 
 
-def test_a_logged_run_gets_no_crash_row_even_if_its_row_had_to_be_rescued(night):
+def test_no_process_outlives_its_run(night):
+    """Not even one that has left its session, and ignores what can be ignored."""
+    daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    start = f"subprocess.Popen([sys.executable, '-c', {daemon!r}], start_new_session=True, stdout=-1).stdout.readline()"
+    night.experiment("leaves a daemon", f"{start}; val_bpb = 1.2")
+    assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
+
+
+@pytest.mark.parametrize(("guard", "rows"), [(False, ["idea [killed]"]), (True, [])])
+def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
+    night.edit("idea", "time.sleep(60)")
+    loop = night.start(RUN)
+    night.process("train.py")
+    os.kill(night.process("night.py", "run", leads_session=guard), signal.SIGKILL)
+    loop.wait(600)
+    assert night.all_gone()
+    assert [row["description"] for row in night.rows()] == rows
+
+
+def test_exit_status_options_and_output_are_those_of_train_py(night):
+    night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
+    process = night.start("python night.py run --seed 5 --limit 60")
+    assert "['--seed', '5']" in process.communicate(timeout=600)[0] and process.returncode == 3
+
+
+def test_a_budget_set_by_hand_leaves_no_crash_row(night):
+    """Nor would it leave a row if it were good."""
+    night.edit("smoke", "os._exit(1)")
+    night.run("python night.py run --seconds 5; python night.py run --tokens=5")
+    assert night.rows() == []
+
+
+def test_a_run_whose_row_the_file_refuses_leaves_it_in_its_log(night):
     (night.folder / "results.tsv").write_text("another header\n")
-    night.run(command("**2. Run.**"))
+    night.train()
     assert (night.folder / "results.tsv").read_text() == "another header\n"
-    rescued = prepare.read_results(night.folder / "results.tsv.rescued")
-    assert [row["status"] for row in rescued] == ["keep"]
+    assert "refuses this row" in night.log.read_text()
 
 
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     before = night.rows()
     night.run(
         "git commit -qam all; git add -A; git stash; git checkout -q -- .; git checkout -q main; git reset --hard"
@@ -173,9 +258,9 @@ def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
 
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
-    night.run(command("**2. Run.**"))
+    night.train()
     night.edit("half the lines", "val_bpb = 1.3")
-    night.run(command("**2. Run.**"))
+    night.train()
     night.run(re.search(r"`(sed -i .*?)`", PROGRAM)[1])
     assert night.decide() == "keep"
     assert night.experiment("worse", "val_bpb = 1.4") == "discard"
@@ -183,9 +268,9 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
 
 
 def test_two_runs_at_once_in_one_clone_lose_no_row(night):
-    loops = [night.start(command("**2. Run.**").replace("run.log", f"run.log.{i}")) for i in range(4)]
+    loops = [night.start(RUN.replace("run.log", f"run.log.{i}")) for i in range(4)]
     for loop in loops:
-        loop.wait(60)
+        loop.wait(600)
     assert sorted(row["status"] for row in night.rows()) == ["discard"] * 3 + ["keep"]
 
 
@@ -197,7 +282,7 @@ def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
         kill = {"KILL_AFTER": str(rng.uniform(0, 0.1))} if i in killed else {}  # while it trains, logs or prints
         night.experiment(f"idea {i}", f"val_bpb = {rng.gauss(1.2, 0.1):.4f}; time.sleep(0.05)", **kill)
     rows = night.rows()
-    assert [row["description"] for row in rows] == [f"idea {i}" for i in range(runs)]
+    assert [row["description"].removesuffix(" [killed]") for row in rows] == [f"idea {i}" for i in range(runs)]
     crashed = {i for i, row in enumerate(rows) if row["status"] == "crash"}
     assert crashed and crashed <= killed  # the others had logged before
     night.assert_nothing_else_changed()
@@ -205,17 +290,17 @@ def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
 
 def test_noise_rows_are_named_by_their_seed(night):
     for seed in "12":
-        night.run(command("## Noise").replace("seed=1", f"seed={seed}"))
+        night.run(command("## Noise").replace("seed=1", f"seed={seed}") + "wait")
     assert [row["description"] for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
 
 
 def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path):
     for name in ("prepare.py", "kernels.py", "train.py"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    train = [sys.executable, "train.py", "--seconds", "1", "--platform", "cpu"]
+    train = [sys.executable, "train.py", "--seconds", "1", "--gpu", "cpu"]
     with open(tmp_path / "run.log", "w") as log:
         env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
-        subprocess.run(train, cwd=tmp_path, env=env, stdout=log, stderr=log, check=True, timeout=120)
+        subprocess.run(train, cwd=tmp_path, env=env, stdout=log, stderr=log, check=True, timeout=600)
     grep = command("**3. Read the row**").splitlines()[1]
     lines = subprocess.run(["bash", "-c", grep], cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["val_bpb:", "peak_vram_mb:"]
@@ -223,13 +308,17 @@ def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path)
     assert not (tmp_path / "results.tsv").exists()  # a short run is never logged
 
 
-def test_commands_in_the_documents_exist():
-    """Each flag of train.py and prepare.py."""
+def test_options_in_the_documents_exist():
+    """Each of train.py, prepare.py and night.py."""
+    sources = {name: (ROOT / f"{name}.py").read_text("utf-8") for name in ("train", "prepare", "night")}
+    known = {name: set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
+    known["train"] = known["prepare"]  # where prepare.run has them
+    known["night"] |= known["train"]  # run passes them on
     for document in ("README.md", "program.md", "colab.ipynb"):
-        for script, arguments in re.findall(r"(\w+)\.py([^`|;&>\n]*)", (ROOT / document).read_text("utf-8")):
-            if (ROOT / f"{script}.py").exists():
-                known = re.findall(r'add_argument\(\s*"(--[\w-]+)"', (ROOT / f"{script}.py").read_text("utf-8"))
-                assert set(re.findall(r"--[a-z-]+", arguments)) <= set(known), (document, script, arguments)
+        text = re.sub(r"\$\(.*\)", "", (ROOT / document).read_text("utf-8"))  # other commands within
+        for script, arguments in re.findall(r"(\w+)\.py([^`|;&>\n]*)", text):
+            if script in known:
+                assert set(re.findall(r"--[a-z-]+", arguments)) <= known[script], (document, script, arguments)
 
 
 # ---- the picture, and autoresearch's notebook ----
@@ -250,28 +339,76 @@ def simulated(path: Path, runs: int = 120) -> None:
     path.write_text("".join(lines), "utf-8")
 
 
-def test_picture_has_a_panel_a_gpu_with_every_experiment_and_names_the_kept_ones(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws the log; returns a pair (chart, table) of axes for each gpu and dataset."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
-    simulated(prepare.RESULTS)
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    prepare.plot(tmp_path / "progress.png")
-    rows = prepare.read_results(prepare.RESULTS)
-    by_gpu = [[row for row in rows if row["gpu"] == gpu] for gpu in ("NVIDIA H200", "Tesla T4")]
-    axes = figures[0].axes
-    for ax, table, panel in zip(axes[::2], axes[1::2], by_gpu, strict=True):
-        points = [tuple(point) for marks in ax.collections for point in marks.get_offsets()]
-        assert sorted(x for x, _ in points) == list(range(1, len(panel) + 1))  # each once, none squeezed out
-        bottom, top = ax.get_ylim()
-        assert all(bottom <= y <= top for _, y in points)
+
+    def draw() -> list[tuple]:
+        night_py.plot(tmp_path / "progress.png")
+        assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
+        return list(zip(figures[-1].axes[::2], figures[-1].axes[1::2], strict=True))
+
+    return draw
+
+
+def check_chart(chart, table, rows: list[dict]) -> None:
+    """Each experiment is a mark that no edge cuts, crashes lie below all others, each kept one is in the table."""
+    points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
+    assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
+    (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
+    assert all(left < x < right and bottom + 0.02 * (top - bottom) < y < top - 0.02 * (top - bottom) for x, y in points)
+    scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
+    assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
+    assert min(chart.get_yticks()) > bottom and 0.003 * min(scores) < top - bottom
+    text = table.texts[0].get_text()
+    numbers = [number for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
+    assert [int(number) for number in re.findall(r"^ *(\d+)  ", text, re.M)] == numbers
+    for number in numbers:
+        assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
+    counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
+    assert sum(counts) == len(rows)
+
+
+def test_picture_has_a_chart_for_each_gpu_with_every_experiment_and_a_table_of_the_kept_ones(drawn):
+    simulated(prepare.RESULTS)
+    rows = prepare.read_results()
+    for (chart, table), gpu in zip(drawn(), ("NVIDIA H200", "Tesla T4"), strict=True):
+        panel = [row for row in rows if row["gpu"] == gpu]
+        check_chart(chart, table, panel)
+        assert chart.get_title("left").startswith(f"{gpu}, d-1\n")
         scores = [row["val_bpb"] for row in panel if row["status"] != "crash"]
-        assert bottom < min(scores) and scores[0] < top and top - bottom < 1.5 * (scores[0] - min(scores))
-        text = table.texts[0].get_text()
-        assert all(row["description"] in text for row in panel if row["status"] == "keep")
-        best = [y for y in ax.lines[0].get_ydata() if math.isfinite(y)]
+        bottom, top = chart.get_ylim()
+        assert scores[0] < top and top - bottom < 1.6 * (scores[0] - min(scores))  # outliers do not squeeze the rest
+        best = [y for y in chart.lines[0].get_ydata() if math.isfinite(y)]
         assert best == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("runs", [1, 3, 30, 300])
+@pytest.mark.parametrize("kept", ["one", "some"])
+def test_picture_is_whole_whatever_the_number_of_experiments(drawn, runs, kept):
+    """Also if all but the first have crashed, and if a description is long."""
+    for i in range(runs):
+        reason = {"reason": "out of memory"} if i and (kept == "one" or i % 7 == 1) else {}
+        score = dict(val_bpb=1.1854 - 0.1 * i / runs, memory_gb=1.0, gpu="g", dataset="d")
+        prepare.log_result(**score, **reason, commit=f"{i:07x}", description=f"idea {i} " + 30 * "long ")
+    ((chart, table),) = drawn()
+    check_chart(chart, table, prepare.read_results())
+    assert (" to " in chart.get_title("left")) == (kept == "some" and runs > 1)
+
+
+def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
+    where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
+    prepare.log_result(val_bpb=1.3, description="idea [2]", **where)
+    prepare.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
+    prepare.log_result(val_bpb=0.0, description="other", reason="killed", **where)
+    prepare.log_result(val_bpb=1.2, description="idea, seed 1", **where)
+    ((chart, _),) = drawn()
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["2 kept", "1 crashed"]
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
@@ -279,7 +416,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     prepare.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        prepare.plot(tmp_path / "progress.png")
+        night_py.plot(tmp_path / "progress.png")
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -288,14 +425,14 @@ def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
         prepare.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
-    prepare.plot(tmp_path / "progress.png")
+    night_py.plot(tmp_path / "progress.png")
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        prepare.plot(tmp_path / "progress.png")
+        night_py.plot(tmp_path / "progress.png")
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):

@@ -1,9 +1,13 @@
-"""colab.ipynb: what git holds of it, and 'Run all' without a GPU."""
+"""colab.ipynb: what git holds of it, where it takes the code from, and 'Run all' without a GPU."""
 
 import json
 import os
+import re
 import shutil
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from small_corpus import ROOT
@@ -12,8 +16,10 @@ import prepare
 
 NOTEBOOK = ROOT / "colab.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+SOURCES = {cell["id"]: "".join(cell["source"]) for cell in CELLS}
 SETTINGS: dict = {}
-exec(next("".join(cell["source"]) for cell in CELLS if cell["id"] == "parameters"), SETTINGS)
+exec(SOURCES["parameters"], SETTINGS)
+FILES = ("prepare.py", "train.py", "kernels.py", "night.py")
 
 
 def test_git_holds_no_outputs_and_the_settings_of_a_run_that_counts():
@@ -21,10 +27,82 @@ def test_git_holds_no_outputs_and_the_settings_of_a_run_that_counts():
     assert (SETTINGS["SECONDS"], SETTINGS["DATA"], SETTINGS["KEEP_ON_DRIVE"]) == (None, "climbmix", False)
 
 
-def test_badge_in_the_readme_opens_it():
-    repository = SETTINGS["REPOSITORY"].removeprefix("https://github.com/")
-    badge = f"https://colab.research.google.com/github/{repository}/blob/main/colab.ipynb"
-    assert badge in (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("document", ["README.md", "colab.ipynb", "pyproject.toml"])
+def test_no_address_leads_to_a_repository_that_is_not_ours(document):
+    """Whoever owns the name would run code in a reader's Colab. OWNER and NAME stand for the reader's fork."""
+    text = (ROOT / document).read_text("utf-8").replace("github/OWNER/NAME/", "")
+    assert not re.search(r"github\.com/autoresearch|colab\.research\.google\.com/(github|gist|drive)/", text)
+    assert SETTINGS["REPOSITORY"] == ""
+
+
+def install_cell(folder: Path, monkeypatch, **settings) -> dict:
+    """Runs the cell that finds the code, with IPython's own lines turned into a list of what they would run."""
+    ran: list = []
+    source = re.sub(r"^( *)!(.*)$", r'\1ran.append(f"""\2""")', SOURCES["install"], flags=re.M)
+    source = source.replace("/content", str(folder / "content"))
+    names = SETTINGS | settings | {"ran": ran}
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    exec(source, names)
+    return names
+
+
+def code_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in FILES:
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("where", [".", "uploaded", "content/uploaded", "content/drive/MyDrive/mounted"])
+def test_a_folder_that_is_there_is_taken_and_nothing_is_cloned(where, tmp_path, monkeypatch):
+    folder = code_in(tmp_path / "home" / where)
+    names = install_cell(tmp_path / "home", monkeypatch)
+    assert Path.cwd() == folder
+    assert not any("git clone" in command for command in names["ran"])
+
+
+def test_without_folder_and_address_the_remedy_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLAB_JUPYTER_IP", raising=False)
+    with pytest.raises(AssertionError, match="URL of the repository into REPOSITORY"):
+        install_cell(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("path", "repository"),
+    [
+        ("fileId=https%3A%2F%2Fgithub.com%2Fsomebody%2Ffork.of-it%2Fblob%2Fmain%2Fcolab.ipynb", "somebody/fork.of-it"),
+        ("fileId=https%3A//github.com/somebody/fork/blob/main/colab.ipynb", "somebody/fork"),
+        ("fileId=1aBcD", None),
+    ],
+)
+def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from(path, repository, tmp_path, monkeypatch):
+    class Jupyter(BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/api/sessions"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps([{"path": path, "name": "colab.ipynb"}]).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Jupyter)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
+    monkeypatch.setitem(SOURCES, "install", SOURCES["install"].replace(":9000/", f":{server.server_port}/"))
+    try:
+        if repository is None:
+            with pytest.raises(AssertionError, match="REPOSITORY"):
+                install_cell(tmp_path, monkeypatch)
+            return
+        (tmp_path / "autoresearch").mkdir()  # what git would make
+        names = install_cell(tmp_path, monkeypatch)
+        assert names["REPOSITORY"] == f"https://github.com/{repository}"
+        assert names["ran"][0] == f"git clone -q --depth 50 https://github.com/{repository} autoresearch"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.slow
@@ -36,7 +114,7 @@ def test_run_all_reaches_a_summary_a_picture_and_a_sample_and_keeps_all_on_drive
 
     clone, drive, binaries = (tmp_path / name for name in ("clone", "drive", "bin"))
     shutil.copytree(ROOT / "tests", clone / "tests")
-    for name in ("prepare.py", "train.py", "kernels.py"):
+    for name in FILES:
         shutil.copy(ROOT / name, clone)
     drive.mkdir()
     where = dict(commit="abcdef0", gpu="cpu", dataset="embedded-0a1b2c3d", path=drive / "results.tsv")
@@ -66,5 +144,6 @@ def test_run_all_reaches_a_summary_a_picture_and_a_sample_and_keeps_all_on_drive
     assert any("image/png" in out.get("data", {}) for out in cells["picture"].outputs)
     assert output("sample").startswith("Once upon a time")
     assert "modelled T4" in output("t4")
+    assert "no second GPU" in output("wave")
     assert {"cache", "results.tsv", "model.safetensors"} <= {path.name for path in drive.iterdir()}
     assert list(drive.glob("cache/embedded*/train_00000.bin"))

@@ -1,8 +1,10 @@
 """prepare.py: set-up, tokenizer, token shards, loader, metric, clock and log do what train.py counts on."""
 
 import csv
+import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +13,6 @@ from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
 import prepare
-from prepare import EVAL_TOKENS, TIME_BUDGET, Clock, Part, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, Clock, Part, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
@@ -30,9 +31,9 @@ def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
 
 
 def test_importing_touches_no_gpu_network_or_heavy_module():
-    heavy = "sys.modules.keys() & {'torch', 'pyarrow', 'requests', 'rustbpe'}"
+    heavy = "sys.modules.keys() & {'torch', 'pyarrow', 'huggingface_hub', 'rustbpe'}"
     code = f"import socket, sys; del socket.socket; import prepare; assert not {heavy}, {heavy}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
 
 
 def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
@@ -45,15 +46,21 @@ def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
     assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
 
 
-def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    folder = prepare.prepare(str(corpus))
-    (folder / "train_00001.bin").write_bytes((folder / "train_00001.bin").read_bytes()[:-1])
-    (folder / "val_00000.bin").unlink()
-    kept = (folder / "train_00000.bin").stat().st_ino
+@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(
+    prepared, corpus, tmp_path, monkeypatch, victim, lost
+):
+    cache = shutil.copytree(prepared, tmp_path / "cache")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
+    folder = prepare.current_dataset()
+    (folder / victim).write_bytes((folder / victim).read_bytes()[:-1])
+    if lost:
+        (folder / victim).unlink()
+    kept = {path.name: path.stat().st_ino for path in folder.glob("*.bin") if path.name != victim}
     prepare.prepare(str(corpus))
-    assert (folder / "train_00000.bin").stat().st_ino == kept
-    assert tree(tmp_path) == tree(prepared)
+    assert {name: (folder / name).stat().st_ino for name in kept} == kept and len(kept) == 4
+    assert tree(cache) == tree(prepared)
 
 
 def test_tokenizer_does_not_depend_on_number_of_shards_or_threads(prepared, corpus, tmp_path):
@@ -74,34 +81,6 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     assert ids[1] == prepare.dataset_id()
 
 
-def test_dataset_id_is_the_datas_not_the_places(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    copy = tmp_path / "corpus"
-    for path in corpus.iterdir():
-        write_parquet(copy / path.name, pq.read_table(path)["text"].to_pylist())
-    here = prepare.dataset_id(prepare.prepare(str(copy)))
-    write_parquet(copy / "shard_00002.parquet", [*texts(2), "one document more"])
-    changed = prepare.dataset_id(prepare.prepare(str(copy)))
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    assert here == prepare.dataset_id() != changed
-    assert here.startswith("corpus-") and len(here) == len("corpus-1a2b3c4d")
-
-
-def test_the_last_twentieth_of_a_single_file_validates(tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    documents = texts(0, count=100)
-    write_parquet(tmp_path / "parquet" / "all.parquet", documents)
-    (tmp_path / "txt").mkdir()
-    (tmp_path / "txt" / "all.txt").write_text("<|endoftext|>\n".join(documents), encoding="utf-8")
-    for kind in ("parquet", "txt"):
-        folder = prepare.prepare(str(tmp_path / kind))
-        tokenizer = Tokenizer.from_directory(folder)
-        train, val = (prepare.TokenStream(tokenizer, split) for split in ("train", "val"))
-        stripped = [document.strip("\n") for document in documents] if kind == "txt" else documents
-        assert list(train.read(0, len(train))) == stream_of(tokenizer, stripped[:95])
-        assert list(val.read(0, len(val))) == stream_of(tokenizer, stripped[95:])
-
-
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
@@ -120,27 +99,12 @@ def test_parts_of_a_parquet_file_are_its_documents(tmp_path):
         )
 
 
-def test_tinystories_is_cut_into_disjoint_parts():
-    train, val = prepare.hub_parts("tinystories", 3)
-    cuts = [(part.start, part.stop) for part in (val, *train)]
-    assert cuts == [(10_000, 20_000), (20_000, 270_000), (270_000, 520_000), (520_000, 770_000)]
-
-
-def test_validation_shard_holds_what_the_metric_scores_and_little_more(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1000)
-    monkeypatch.setattr(prepare, "documents", lambda part: iter(["word " * 20_000] * 20))
-    tokenizer = Tokenizer.from_directory(prepare.prepare(str(corpus)))
-    assert 1001 <= len(prepare.TokenStream(tokenizer, "val")) < len(prepare.TokenStream(tokenizer, "train")) / 3
-
-
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    start = time.perf_counter()
     explicit = run_prepare("--data", "climbmix", cache=tmp_path, **nowhere)
-    assert time.perf_counter() - start < 10
     assert explicit.returncode == 1 and explicit.stderr.count("\n") == 1, explicit.stderr
-    assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr and not tree(tmp_path)
+    assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr
+    assert tree(tmp_path) == {"lock": b""}
     default = run_prepare(cache=tmp_path, **nowhere)
     assert default.returncode == 0, default.stderr
     assert "NO NETWORK" in default.stdout and "ready: embedded-" in default.stdout
@@ -183,24 +147,23 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer, tmp_path):
     text = "a <|reserved_0|> b"
     assert tokenizer.get_bos_token_id() not in tokenizer.encode(text)
     write_parquet(tmp_path / "a.parquet", [text])
-    prepare.tokenize(Part(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
     tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
     assert list(tokens) == stream_of(tokenizer, [text])
 
 
 def test_a_million_spaces_do_not_overflow_the_pattern(tokenizer, tmp_path):
     write_parquet(tmp_path / "a.parquet", [" " * 1_000_000])
-    prepare.tokenize(Part(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
     tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
     assert tokenizer.decode(list(tokens[1:])) == " " * 1_000_000
 
 
-def test_shards_hold_each_document_after_bos_and_index_them(tokenizer, corpus):
+def test_shards_hold_each_document_after_bos(tokenizer, corpus):
     for i in range(3):
         shard = prepare.open_shards(tokenizer.directory, "train", tokenizer.fingerprint, verify=True)[i]
         assert shard.tokens.dtype == np.uint16 and isinstance(shard.tokens, np.memmap)
         assert list(shard.tokens) == stream_of(tokenizer, texts(i))
-        assert list(shard.documents) == list(np.flatnonzero(shard.tokens == tokenizer.get_bos_token_id()))
 
 
 def test_another_dataset_made_current_during_a_run_does_not_change_the_runs_data(tokenizer, prepared, tmp_path):
@@ -262,6 +225,22 @@ def test_epochs_repeat_their_order_which_is_no_order_of_the_text():
     assert 400 < ascending < 600
 
 
+def test_training_sees_its_windows_shuffled_and_validation_in_order(tokenizer):
+    for split, ordered in ("train", False), ("val", True):
+        stream = prepare.TokenStream(tokenizer, split)
+        text = stream.read(0, len(stream)).tolist()
+        batches = islice(make_dataloader(tokenizer, 1, 64, split, "cpu"), 12)
+        starts = [next(s for s in range(len(text)) if text[s : s + 64] == x[0].tolist()) for x, _, _ in batches]
+        assert (starts == sorted(starts)) is ordered, (split, starts)
+
+
+@pytest.mark.parametrize("total", [129, 128, 127, 65])
+def test_no_window_needs_a_target_beyond_the_end(total):
+    """128 tokens are one window of 64 and its 64 targets, not two: the last target would be token 128."""
+    starts = list(itertools.takewhile(lambda window: window[1] == 1, prepare.windows(total, 64, shuffle=False)))
+    assert len(starts) == (total - 1) // 64 and all(start + 64 < total for start, _ in starts)
+
+
 def test_order_of_training_is_pinned_for_every_machine():
     """A change here makes every earlier result incomparable."""
     first = [start for start, _ in islice(prepare.windows(1_000_000, 512, shuffle=True), 6)]
@@ -284,7 +263,7 @@ def test_epoch_counts_up_when_the_text_repeats(tokenizer):
 def test_a_loader_left_behind_does_not_keep_the_process(prepared):
     code = "from prepare import *; loader = make_dataloader(Tokenizer.from_directory(), 2, 16, 'train'); next(loader)"
     env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=600)
 
 
 @pytest.mark.gpu
@@ -304,18 +283,6 @@ def test_gpu_batches_equal_cpu_batches_while_the_gpu_lags_behind(tokenizer):
             wrong += (x != x_want).sum() + (y != y_want).sum()
             assert epoch == epoch_want
     assert wrong.item() == 0
-
-
-@pytest.mark.gpu
-def test_gpu_loader_thread_ends_with_its_generator(tokenizer):
-    import threading
-
-    before = threading.active_count()
-    loader = make_dataloader(tokenizer, 8, 128, "train", "cuda")
-    next(loader)
-    assert threading.active_count() == before + 1
-    del loader
-    assert threading.active_count() == before
 
 
 # Metric
@@ -351,23 +318,21 @@ def scored(tokenizer: Tokenizer, tokens: int) -> tuple[list[int], int]:
     """Targets that count (no BOS), and their bytes, one at a time from the text itself."""
     targets = stream_of(tokenizer, texts(6542))[1 : tokens + 1]
     targets = [t for t in targets if t != tokenizer.get_bos_token_id()]
-    return targets, sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
+    nbytes = sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
+    if tokens == EVAL_TOKENS:
+        assert nbytes == sum(len(document.encode()) for document in texts(6542))
+    return targets, nbytes
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 100), (7, 333), (16, 2048)])
 @pytest.mark.parametrize("tokens", [1000, EVAL_TOKENS])
-def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer, device, B, T, tokens):
+def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer, device, monkeypatch, B, T, tokens):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", tokens)
     vocab = tokenizer.get_vocab_size()
     targets, nbytes = scored(tokenizer, tokens)
     assert (len(targets) % (B * T)) != 0  # there is a remainder
-    bpb = evaluate_bpb(Uniform(vocab, device), tokenizer, B, T, tokens)
+    bpb = evaluate_bpb(Uniform(vocab, device), tokenizer, B, T)
     assert bpb == pytest.approx(math.log2(vocab) * len(targets) / nbytes, rel=1e-6)
-
-
-def test_bpb_of_all_bytes_is_theirs(tokenizer, device):
-    """With all targets scored, the bytes are those of the documents."""
-    _, nbytes = scored(tokenizer, EVAL_TOKENS)
-    assert nbytes == sum(len(document.encode()) for document in texts(6542))
 
 
 def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
@@ -376,22 +341,36 @@ def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
     assert values == pytest.approx([values[0]] * 4, rel=1e-9)
 
 
-def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, device):
+def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, device, monkeypatch):
     model = Uniform(tokenizer.get_vocab_size(), device)
-    evaluate_bpb(model, tokenizer, 3, 50, tokens=1234)
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1234)
+    evaluate_bpb(model, tokenizer, 3, 50)
     assert {(x.shape, y.shape) for x, y in model.asked} == {((3, 50), (3, 50))}
+    x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
+    stream = stream_of(tokenizer, texts(6542))
+    assert x[:1234].tolist() == stream[:1234] and y[:1234].tolist() == stream[1:1235]
+    assert (y[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
+
+
+def test_the_test_split_is_scored_like_val_when_asked_for(tokenizer, device):
+    model = Uniform(tokenizer.get_vocab_size(), device)
+    bpb = evaluate_bpb(model, tokenizer, 3, 50, split="test")
+    stream = stream_of(tokenizer, texts(6541))
     asked = torch.cat([y.flatten() for _, y in model.asked])
-    assert asked[:1234].tolist() == stream_of(tokenizer, texts(6542))[1:1235]
-    assert (asked[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
+    assert asked[: len(stream) - 1].tolist() == stream[1:] and (asked[len(stream) - 1 :] == -1).all()
+    targets = len(stream) - len(texts(6541))  # no BOS
+    nbytes = sum(len(document.encode()) for document in texts(6541))
+    assert bpb == pytest.approx(math.log2(model.vocab) * targets / nbytes, rel=1e-6)
 
 
-def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys):
+def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys, monkeypatch):
     model = Uniform(tokenizer.get_vocab_size(), device)
     evaluate_bpb(model, tokenizer, 4, 64)
     total = len(prepare.TokenStream(tokenizer, "val"))
     assert sum((y >= 0).sum().item() for _, y in model.asked) == total - 1
     assert f"{total - 1:,} targets" in capsys.readouterr().out
-    evaluate_bpb(model, tokenizer, 4, 64, tokens=total - 1)
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", total - 1)
+    evaluate_bpb(model, tokenizer, 4, 64)
     assert not capsys.readouterr().out
 
 
@@ -407,6 +386,18 @@ def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, 
     assert math.isnan(evaluate_bpb(model, tokenizer, 4, 64))
 
 
+def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, device, capsys):
+    """Its lines at 228791f that touch prepare, and a model of its interface."""
+    from prepare import MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
+
+    tokenizer = Tokenizer.from_directory()
+    model = Uniform(tokenizer.get_vocab_size(), device)
+    train_loader = make_dataloader(tokenizer, 2, MAX_SEQ_LEN, "train")
+    x, y, epoch = next(train_loader)
+    assert x.shape == y.shape == (2, 2048) and x.device.type == device.type and epoch == 1 and TIME_BUDGET == 300
+    assert evaluate_bpb(model, tokenizer, 2) == pytest.approx(evaluate_bpb(model, tokenizer, 3, 64), rel=1e-9)
+
+
 # Clock
 
 
@@ -418,46 +409,83 @@ def now(monkeypatch) -> list[float]:
     return now
 
 
+LOSS = torch.tensor(2.0)
+
+
 def test_clock_runs_from_start_to_stop(now):
     clock = Clock()
     assert clock.elapsed() == clock.progress() == 0
     clock.start()
     now[0] += 75
-    clock.advance(4096)
-    assert clock.elapsed() == 75 and clock.progress() == 0.25 and clock.tokens == 4096
+    clock.advance(4096, LOSS, 1)
+    assert clock.elapsed() == 75 and clock.progress() == 0.25 and (clock.tokens, clock.steps) == (4096, 1)
+    assert clock.tokens_left() == 3 * 4096
     now[0] += 227
-    assert clock.stop() == 302 and clock.progress() == 1.0 and clock.official
+    assert clock.stop() == 302 and clock.progress() == 1.0
     now[0] += 100
-    assert clock.stop() == clock.elapsed() == 302 and clock.official
+    assert clock.stop() == clock.elapsed() == 302
 
 
 def test_clock_counts_tokens_where_they_are_limited(now):
     clock = Clock(tokens=1000)
     clock.start()
     now[0] += 1e6
-    clock.advance(250)
-    assert clock.progress() == 0.25
-    clock.advance(900)
-    assert clock.progress() == 1.0
+    clock.advance(250, LOSS, 1)
+    assert clock.progress() == 0.25 and clock.tokens_left() == 750 and clock.running()
+    clock.advance(900, LOSS, 1)
+    assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
+
+
+def test_the_pace_is_not_known_in_the_first_twentieth_of_the_budget(now):
+    clock = Clock()
+    clock.start()
+    now[0] += 14
+    clock.advance(100, LOSS, 1)
+    assert clock.tokens_left() == math.inf
+    now[0] += 16
+    assert clock.tokens_left() == pytest.approx(900)
 
 
 @pytest.mark.parametrize(
-    ("budget", "seconds", "official"),
+    ("steps", "elapsed", "running"),
     [
-        ({}, 303, True),
-        ({}, 303.1, False),
-        ({"seconds": 60}, 60, False),
-        ({"seconds": 600}, 300, False),
-        ({"tokens": 10}, 300, False),
+        (0, 0, True),
+        (100, 299.9, True),  # the next would end at 302.9
+        (10, 270, True),  # at 297
+        (10, 278, False),  # at 305.8
+        (1000, 300, False),
+        (2, 298, False),
     ],
 )
-def test_only_runs_that_kept_to_the_whole_budget_are_official(now, budget, seconds, official):
-    clock = Clock(**budget)
+def test_no_step_begins_that_would_end_more_than_three_seconds_over_the_budget(now, steps, elapsed, running):
+    clock = Clock()
     clock.start()
-    now[0] += seconds
-    assert not clock.official  # still running
-    clock.stop()
-    assert clock.official is official and TIME_BUDGET == 300
+    now[0] += elapsed
+    clock.steps = steps
+    assert clock.running() is running
+
+
+def test_a_step_that_begins_after_the_budget_is_refused(now):
+    clock = Clock()
+    clock.start()
+    now[0] += 299
+    clock.advance(1, LOSS, 1)
+    now[0] += 60
+    clock.advance(1, LOSS, 1)  # it began in time
+    with pytest.raises(RuntimeError, match="359 s into a budget of 300 s"):
+        clock.advance(1, LOSS, 1)
+
+
+@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (math.inf, "loss inf"), (1234.5, "loss 1234")])
+def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(now, loss, reason):
+    bad = torch.tensor(loss)
+    for steps in (1, 2):
+        clock = Clock(tokens=10)
+        clock.start()
+        clock.advance(1, bad, 1)
+        with pytest.raises(FloatingPointError, match=rf"^{reason}\S* at step 1$"):
+            clock.advance(1, LOSS, 1) if steps == 2 else clock.stop()
+        clock.release()
 
 
 @pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"tokens": 0}])
@@ -472,7 +500,7 @@ def test_an_empty_budget_is_refused(budget):
 @pytest.fixture
 def log(tmp_path):
     def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="climbmix-1", **fields) -> str:
-        fields = {"memory_gb": 2.5, "commit": "abcdef0123", "description": "try"} | fields
+        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
         return prepare.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
@@ -484,17 +512,36 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert log(1.5) == "discard"  # a tie is no gain
     assert log(1.6) == "discard"
     assert log(1.4) == "keep"
-    assert log(0.0, crashed=True) == "crash"
+    assert log(0.0, reason="out of memory") == "crash"
     assert log(math.nan) == "crash"
     assert log(1.3999999) == "discard"  # the same as written
     assert log(1.9, gpu="H100") == "keep"
     assert log(1.8, dataset="embedded-1") == "keep"
     assert log(1.39) == "keep"
     header, *rows = log.path.read_text().splitlines()
-    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset"
-    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1"
-    assert rows[4] == rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry\tT4\tclimbmix-1"
+    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M"
+    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1\t39.3"
+    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\tclimbmix-1\t0.0"
+    assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\tclimbmix-1\t0.0"
     assert [row["status"] for row in prepare.read_results(log.path)].count("keep") == 5
+
+
+def test_a_log_of_seven_columns_is_read_and_gets_its_eighth(log):
+    header, row = "\t".join(prepare.COLUMNS[:7]), "1234567\t1.200000\t2.5\tkeep\ta\tT4\tclimbmix-1"
+    log.path.write_text(f"{header}\n{row}\n")
+    assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0)]
+    assert log(1.3) == "discard"
+    lines = log.path.read_text().splitlines()
+    assert lines[:2] == ["\t".join(prepare.COLUMNS), f"{row}\t0.0"] and {line.count("\t") for line in lines} == {7}
+
+
+def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
+    assert prepare.best_result("T4", "climbmix-1", log.path) is None
+    log(1.5, description="first")
+    log(1.3, gpu="H100")
+    log(0.0, reason="killed")
+    log(1.4, description="second")
+    assert prepare.best_result("T4", "climbmix-1", log.path)["description"] == "second"
 
 
 def test_a_kept_row_that_was_edited_to_discard_still_is_a_figure_to_beat(log):
@@ -560,7 +607,7 @@ def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
     code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path / "results.tsv")]
     writers = [subprocess.Popen([*command, str(i)], cwd=ROOT) for i in range(4)]
-    assert [writer.wait(60) for writer in writers] == [0] * 4
+    assert [writer.wait(600) for writer in writers] == [0] * 4
     assert len((tmp_path / "results.tsv").read_text().splitlines()) == 101
     rows, best = prepare.read_results(tmp_path / "results.tsv"), math.inf
     assert len(rows) == 100

@@ -1,8 +1,8 @@
-"""Claims about the model of a T4, and about what the turing row runs there."""
+"""Claims about the models of GPUs, and about what a T4 runs."""
 
 import dataclasses
 
-import bench_t4
+import bench_gpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,52 +10,49 @@ from record_kernels import ATTENTION_TILE, Recorder
 
 import train
 
-TURING = train.PLATFORMS["turing"]
+T4 = bench_gpu.size_for("T4")
 
 
 def test_the_published_port_takes_what_it_took():
-    predicted = bench_t4.predict(bench_t4.PORT)
+    predicted = bench_gpu.predict(bench_gpu.PORT)
     assert predicted["tokens_per_sec"] == pytest.approx(63.4e3, rel=0.25)
     assert predicted["memory_gb"] == pytest.approx(2497 / 1024, rel=0.25)
 
 
 def test_recorded_flops_are_those_that_train_counts():
-    predicted = bench_t4.predict(TURING)
+    predicted = bench_gpu.predict(T4)
     flops = {"GEMM": 0.0, "attention forward": 0.0, "attention backward": 0.0}
     for kernel in predicted["recorder"].kernels:
         if kernel.flops and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
-            flops[kernel.kind] += kernel.flops / TURING.total_batch  # a KeyError is a GEMM in fp32
-    with torch.device("meta"):
-        blocks = train.GPT(TURING, vocab_size=8).blocks
-        windows = [block.attn.window for block in blocks]
-        shifts = [block.attn.shift for block in blocks]
+            flops[kernel.kind] += kernel.flops / T4.total_batch_size  # a KeyError is a GEMM in fp32
+    table = train.layers(T4)
     # the lower triangle and half a tile, where train.py counts the square
-    pieces = [TURING.seq_len // window + (shift > 0) for window, shift in zip(windows, shifts, strict=True)]
-    triangles = [n * window * (window + ATTENTION_TILE) for n, window in zip(pieces, windows, strict=True)]
-    assert flops["attention forward"] == 2 * TURING.n_embd * sum(triangles) / TURING.seq_len
+    pieces = [T4.seq_len // layer.window + (layer.shift > 0 and layer.window < T4.seq_len) for layer in table]
+    triangles = [n * layer.window * (layer.window + ATTENTION_TILE) for n, layer in zip(pieces, table, strict=True)]
+    assert flops["attention forward"] == 2 * T4.n_embd * sum(triangles) / T4.seq_len
     assert flops["attention backward"] == 2.5 * flops["attention forward"]
-    squares = sum(12 * TURING.n_embd * window for window in windows)
+    squares = sum(12 * T4.n_embd * layer.window for layer in table)
     assert flops["GEMM"] + squares == pytest.approx(predicted["flops_per_token"], rel=0.02)
 
 
-def test_the_turing_row_runs_nothing_that_a_t4_lacks():
-    recorder = bench_t4.predict(TURING)["recorder"]
+def test_a_t4_is_given_nothing_that_it_lacks():
+    recorder = bench_gpu.predict(T4)["recorder"]
     attention = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
     assert {op for op in recorder.ops if "attention" in op or "softmax" in op} == attention
     assert not recorder.dtypes & {torch.bfloat16, torch.float64}
 
 
 def test_what_a_t4_lacks_would_be_seen():
-    recorder, *_ = bench_t4.record(dataclasses.replace(TURING, dtype=torch.bfloat16), evaluation=True)
+    recorder, *_ = bench_gpu.record(T4, "T4", evaluation=True, capability=(8, 0))
     assert torch.bfloat16 in recorder.dtypes
     assert not any("efficient_attention" in op for op in recorder.ops)
 
 
 def test_twice_the_batch_takes_twice_the_time_and_one_optimizer_step():
-    once = bench_t4.predict(TURING)
-    twice = bench_t4.predict(dataclasses.replace(TURING, total_batch=2 * TURING.total_batch))
+    once = bench_gpu.predict(T4)
+    twice = bench_gpu.predict(dataclasses.replace(T4, total_batch_size=2 * T4.total_batch_size))
     assert 1.8 < twice["seconds"] / once["seconds"] < 2
-    for where, times in [("MLP", 2), ("cross-entropy", 2), ("update", 1)]:
+    for where, times in [("mlp", 2), ("attn", 2), ("cross-entropy", 2), ("muon_update", 1), ("baddbmm", 1)]:
         launches = [sum(row[3] for key, row in p["rows"].items() if where in key) for p in (once, twice)]
         assert launches[1] == times * launches[0] > 0
 

@@ -1,0 +1,313 @@
+"""Small bugs of the kind that a careless edit makes: which of them do the tests not notice?
+
+    python tests/mutations.py                # all, about ten minutes; JOBS=8 in the environment: eight at a time
+    python tests/mutations.py Muon "clock.t" # those that contain one of these, in the name of their part or in the text
+    python tests/mutations.py --check        # only whether each old text occurs exactly once
+
+Each bug replaces a text in a copy of the repository, where pytest then runs until the first failure. Exit status 1 if a
+bug survives or an entry is stale. No part of the test suite.
+"""
+# ruff: noqa: E501
+
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 300  # seconds; a bug that makes a test hang is noticed, too
+
+MODEL = ["test_reference_model.py"]
+OPTIMIZER = ["test_reference_optimizer.py"]
+WIRING = ["test_wiring.py"]
+METRIC = ["test_prepare.py", "-k", "bpb or target"]
+CLOCK = ["test_prepare.py", "-k", "clock or budget"]
+LOADER = ["test_prepare.py", "-k", "batch or epoch or order or window or loader or borders"]
+LOG = ["test_prepare.py", "-k", "row or keep or log or status or kept or subject or git"]
+
+# (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
+SECTIONS = [
+    ("The model", "train.py", MODEL, [
+        ("torch.cat([angles.sin(), -angles.sin()], -1)", "torch.cat([-angles.sin(), angles.sin()], -1)"),
+        ("inverse_freq = ROPE_BASE **", "inverse_freq = 10_000 **"),
+        ("torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]", "torch.linspace(0, 1, config.head_dim // 2)"),
+        ("rotate(norm(q), cos, sin)", "rotate(q, cos, sin)"),
+        ("rotate(norm(k), cos, sin)", "rotate(k, cos, sin)"),
+        ("% 2 == 1  # the slow half", "% 2 == 0  # the slow half"),
+        ("F.pad(k, (0, 0, 0, 0, 1, -1))", "F.pad(k, (0, 0, 0, 0, -1, 1))"),
+        ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
+        ("gate = 2 * torch.sigmoid(", "gate = torch.sigmoid("),
+        ("x[..., : self.GATE_CHANNELS]", "x[..., -self.GATE_CHANNELS :]"),
+        ("(y * gate[:, :, :H]).reshape", "y.reshape"),
+        ("v = v + gate[:, :, H:] *", "v = v +"),
+        ("v = v + gate[:, :, H:] *", "v = v + gate[:, :, :H] *"),
+        ("x = self.residual_lambda * x + self.x0_lambda * x0", "x = self.residual_lambda * x"),
+        ("x = self.residual_lambda * x + self.x0_lambda * x0", "x = x + self.x0_lambda * x0"),
+        ("window_size=(self.layer.window, 0)", "window_size=(self.layer.window - 1, 0)"),
+        ("F.relu(self.c_fc(x)).square()", "F.relu(self.c_fc(x))"),
+        ("self.attn(norm(x), idx", "self.attn(x, idx"),
+        ("return x + self.mlp(norm(x))", "return x + self.mlp(x)"),
+        ("x = x + self.attn(", "x = self.attn("),
+        ("return x + self.mlp(", "return self.mlp("),
+        ("return norm(x)\n\n    def forward(self, idx, targets", "return x\n\n    def forward(self, idx, targets"),
+        ("x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams)", "x = x0 = F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams"),
+        ("self.embed.weight.to(self.dtype)) + ngrams", "self.embed.weight.to(self.dtype))"),
+        ("return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)", "return self.lm_head(x).float()"),
+        ("targets, softcap=SOFTCAP, reduction", "targets, reduction"),
+        ("softcap=SOFTCAP, reduction=reduction)", "softcap=SOFTCAP)"),
+        ("for back in range(1, self.n):", "for back in range(1, self.n - 1):"),
+        ("F.pad(idx, (back, -back))", "F.pad(idx, (-back, back))"),
+        ("self.HASH * key >> 24", "self.HASH * key >> 25"),
+        ("for table in self.ngram_embeds)\n            x", "for table in self.ngram_embeds[:1])\n            x"),
+        ("if self.layer.window < T else (T, 0)", "if self.layer.window <= T else (T, 0)"),
+        ("(0, 0, 0, 0, S, W - S)", "(0, 0, 0, 0, W - S, S)"),
+        ("y.reshape(B, -1, H, D)[:, S : S + T]", "y.reshape(B, -1, H, D)[:, :T]"),
+        ("window = config.seq_len if i % 5 == 0 else config.window", "window = config.window"),
+        ("shift=i % 2 * window // 2", "shift=0"),
+        ("value_embed=i % 2 == 0)", "value_embed=i % 2 == 1)"),
+        ("return table[::-1]", "return table"),
+        ('1 if "embed" in name else INIT_SCALE', "1"),
+        ('name.endswith(("c_proj.weight", "gate.weight"))', 'name.endswith("gate.weight")'),
+        ("std=0.001", "std=0.02"),
+        ("bound = 3**0.5 *", "bound ="),
+        ("nn.init.constant_(block.x0_lambda, X0_LAMBDA)", "nn.init.zeros_(block.x0_lambda)"),
+    ]),
+    ("Muon", "train.py", OPTIMIZER, [
+        ("grad = grad / loss_scale\n", "\n"),
+        ("momentum_buffer.lerp(grad, 1 - momentum)", "momentum_buffer.lerp(grad, momentum)"),
+        ("update = grad.lerp(buffer, momentum)", "update = buffer"),
+        ("assign(momentum_buffer, buffer, skip)", ""),
+        ("assign(momentum_buffer, buffer, skip)", "momentum_buffer.copy_(buffer)"),
+        ("* 1.02 + 1e-7", "+ 1e-7"),
+        ("update.norm(dim=(-2, -1), keepdim=True)", "update.norm(dim=-1, keepdim=True)"),
+        ("for a, b, c in POLAR_EXPRESS:", "for a, b, c in POLAR_EXPRESS[:4]:"),
+        ("torch.baddbmm(gram, gram, gram, beta=b, alpha=c)", "torch.baddbmm(gram, gram, gram, beta=c, alpha=b)"),
+        ("update.square().mean(dim=-1, keepdim=True)", "update.square().mean(dim=-2, keepdim=True).mT"),
+        ("second_moment.lerp(row_sq, 0.05)", "second_moment.lerp(row_sq, 0.95)"),
+        ("assign(second_moment, moment, skip)", ""),
+        ("assign(second_moment, moment, skip)", "second_moment.copy_(moment)"),
+        ("(total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()", "moment.clamp_min(1e-10).rsqrt()"),
+        ("cautious = update * p >= 0", "cautious = update * p <= 0"),
+        ("decay * p * cautious", "decay * p"),
+        ("scale * update + decay * p", "scale * update - decay * p"),
+        ("p - lr * (scale * update", "p - lr * (update"),
+        (
+            "assign(p, p - lr * (scale * update + decay * p * cautious), skip)",
+            "p.sub_(lr * (scale * update + decay * p * cautious))",
+        ),
+        ("t = t.mT if t.size(0) < t.size(1) else t\n", "\n"),
+        ("if t.size(0) % t.size(1) == 0 else t[None]", "if t.size(0) == t.size(1) else t[None]"),
+        ("min(1, p.size(0) / p.size(1)) * s.size(1) / s.size(2)", "s.size(1) / s.size(2)"),
+        ("min(1, p.size(0) / p.size(1)) * s.size(1) / s.size(2)", "min(1, p.size(0) / p.size(1))"),
+        ("share**0.5", "share"),
+        ("old.copy_(torch.where(skip, old, new))", "old.copy_(new)"),
+    ]),
+    ("Adam, dense and sparse", "train.py", OPTIMIZER, [
+        ("grad_scale=loss_scale, found_inf=found_inf,", "grad_scale=loss_scale,"),
+        ("grad_scale=loss_scale, found_inf=found_inf,", "found_inf=found_inf,"),
+        ("lr=h[0], beta1=beta1, beta2=beta2", "lr=h[0], beta1=beta2, beta2=beta1"),
+        ('weight_decay=group["weight_decay"], eps=1e-10', "weight_decay=0.0, eps=1e-10"),
+        ("eps=1e-10, amsgrad", "eps=1e-8, amsgrad"),
+        ("self.steps += 1 - found_inf", "self.steps += 1"),
+        ("self.num_skipped += found_inf", "self.num_skipped += 1 - found_inf"),
+        ("self.no_scale if loss_scale is None else loss_scale", "self.no_scale"),
+        ("scatter_(0, ids, position)[ids]", "scatter_(0, ids, position)[ids] * 0 + position"),
+        ("(grad.size(1) ** 0.5 * loss_scale)", "grad.size(1) ** 0.5"),
+        ("(grad.size(1) ** 0.5 * loss_scale)", "loss_scale"),
+        ("old.lerp(mean_sq, 1 - beta2)", "old.lerp(mean_sq, beta2)"),
+        ("torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))", "old.lerp(mean_sq, 1 - beta2)"),
+        ("exp_avg_sq[ids] = torch.where(skip, old, v)", "exp_avg_sq[ids] = v"),
+        ("exp_avg_sq[ids] = torch.where(skip, old, v)", ""),
+        ("torch.where(skip, 0.0, -lr", "torch.where(~skip & skip, 0.0, -lr"),
+        ("(v.sqrt() + 1e-10) / loss_scale * grad", "(v.sqrt() + 1e-10) * grad"),
+        ("torch.zeros_like(p) if p.grad is None else p.grad for p", "torch.ones_like(p) if p.grad is None else p.grad for p"),
+    ]),
+    ("The groups and their schedules", "train.py", OPTIMIZER, [
+        ("(model.config.n_embd / 768) ** -0.5", "(model.config.n_embd / 768) ** 0.5"),
+        ("weight_decay=VALUE_EMBED_DECAY", "weight_decay=0.0"),
+        ("adamw(X0_LR, betas=(0.96, 0.95))", "adamw(X0_LR)"),
+        ("adamw(RESIDUAL_LR)", "adamw(X0_LR)"),
+        ('adamw(NGRAM_LR * adamw_scale, kind="sparse")', 'adamw(NGRAM_LR, kind="sparse")'),
+        ('adamw(UNEMBEDDING_LR * adamw_scale)', 'adamw(EMBEDDING_LR * adamw_scale)'),
+        ('adamw(GATE_LR)', 'adamw(MATRIX_LR)'),
+        ("adamw(MATRIX_LR, None, MATRIX_DECAY, ", "adamw(MATRIX_LR, None, 0.0, "),
+        ("(1 - progress) / WARMDOWN", "(1 - progress)"),
+        ("remaining = min(1.0, (1 - progress) / WARMDOWN)", "remaining = (1 - progress) / WARMDOWN"),
+        ("FINAL_LR + (1 - FINAL_LR) * remaining", "max(FINAL_LR, remaining)"),
+        ('group["lr"] = group["initial_lr"] *', 'group["lr"] = group["lr"] *'),
+        ('if group["kind"] != "sparse":  # c', "if True:  # c"),
+        ("min(1.0, step / MOMENTUM_WARMUP)", "step / MOMENTUM_WARMUP"),
+        ("min(1.0, step / MOMENTUM_WARMUP)", "progress"),
+        ('group["weight_decay"] = group["initial_weight_decay"] * (1 - progress)', 'group["weight_decay"] *= 1 - progress'),
+        ('group["initial_weight_decay"] * (1 - progress)', 'group["initial_weight_decay"]'),
+    ]),
+    ("The wiring of a run", "train.py", WIRING, [
+        ("loss = model(x, y) / grad_accum_steps", "loss = model(x, y)"),
+        ("for _ in range(grad_accum_steps):", "for _ in range(1):"),
+        ("        model.config = dataclasses.replace(config, device_batch_size=smaller)\n", "        config = dataclasses.replace(config, device_batch_size=smaller)\n        return\n"),
+        ("    torch.manual_seed(seed)\n    model.init_weights()\n", "    torch.manual_seed(seed)\n"),
+        ("    torch.manual_seed(seed)\n    model.init_weights()\n", "    model.init_weights()\n"),
+        ("torch.manual_seed(seed)", "torch.manual_seed(42)"),
+        ("    scaler.update()\n    optimizer.zero_grad(set_to_none=True)\n", "    scaler.update()\n"),
+        ("    scaler.update()\n", ""),
+        ("scaler.scale(loss).backward()", "loss.backward()"),
+        ("total = total + loss.detach()", "total = loss.detach()"),
+        ("set_schedules(optimizer, clock.progress(), clock.steps)", "set_schedules(optimizer, clock.progress(), 0)"),
+        ("set_schedules(optimizer, clock.progress(), clock.steps)", "set_schedules(optimizer, 0.0, clock.steps)"),
+        ("clock.advance(config.total_batch_size, loss", "clock.advance(config.device_batch_size * config.seq_len, loss"),
+        ('config.seq_len, "train", device)', 'config.seq_len, "val", device)'),
+        ('getattr(optimizer, "num_skipped", 0)', 'getattr(optimizer, "steps", 0)'),
+        ("vocab_size=tokenizer.get_vocab_size())", "vocab_size=VOCAB_SIZE)"),
+    ]),
+    ("The wiring of a run", "prepare.py", WIRING, [
+        ("train(clock, tokenizer, device, args.seed, gpu)", "train(clock, tokenizer, device, 42, gpu)"),
+        ("evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)", "evaluate_bpb(model, tokenizer, 4 * config.device_batch_size, config.seq_len)"),
+        ("val_bpb = evaluate_bpb(", "[p.data.mul_(8).round_().div_(8) for p in model.parameters()]; val_bpb = evaluate_bpb("),
+        ("(loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))", "(loss - self._smooth_loss) * 0.1"),
+    ]),
+    ("The metric", "prepare.py", METRIC, [
+        ("x[:n], y[:n] = text[:-1], text[1:]", "x[:n], y[:n] = text[:-1], text[:-1]"),
+        ("n = min(EVAL_TOKENS, len(stream) - 1)", "n = min(EVAL_TOKENS, len(stream) - 1) // seq_len * seq_len"),
+        ("n = min(EVAL_TOKENS, len(stream) - 1)", "n = min(EVAL_TOKENS, len(stream) - 1) // 4"),
+        ("n = min(EVAL_TOKENS, len(stream) - 1)", "n = len(stream) - 1"),
+        ("(math.log(2) * nbytes.sum())", "(math.log(2) * n)"),
+        ("(math.log(2) * nbytes.sum())", "nbytes.sum()"),
+        ("torch.where(counts.view(-1), loss, 0.0)", "loss"),
+        ("y = torch.full_like(x, -1)", "y = torch.zeros_like(x)"),
+        ("stream = TokenStream(tokenizer, split)\n    n = min", "stream = TokenStream(tokenizer, 'train')\n    n = min"),
+        (".sum(dtype=torch.float64)", ".mean(dtype=torch.float64) * batch_size * seq_len // 1"),
+    ]),
+    ("The clock", "prepare.py", CLOCK, [
+        ("self.tokens += tokens", "self.tokens = tokens"),
+        ("self.tokens / self.limit if self.limit else", "self.tokens / self.limit if self.limit is None else"),
+        ("return min(1.0, self.tokens", "return (self.tokens"),
+        ("(self.stopped or time.perf_counter()) - self.started", "time.perf_counter() - self.started"),
+        ("if self.stopped is None:\n            synchronize()", "if True:\n            synchronize()"),
+        ("if not seconds > 0 or", "if seconds <= 0 or"),
+        ("if self.limit is None and self._began >= self.seconds:", "if False:"),
+        ("if self.limit is None and self._began >= self.seconds:", "if self._began >= self.seconds:"),
+        ("elapsed * (1 + 1 / max(1, self.steps)) < self.seconds + self.GRACE", "True"),
+        ("return elapsed < self.seconds and", "return"),
+        ("return self.tokens < self.limit", "return self.tokens <= self.limit"),
+        ("if not loss < 100:", "if loss >= 100:"),
+        ("self._checked(self._loss(), self.steps)", "self._loss()"),
+        ("        self._began = self.elapsed()\n        self._watch()", "        self._watch()"),
+    ]),
+    ("The loader", "prepare.py", LOADER, [
+        ("x[:], y[:] = tokens[:-1], tokens[1:]", "x[:], y[:] = tokens[:-1], tokens[:-1]"),
+        ('shuffle=split == "train"', "shuffle=True"),
+        ('shuffle=split == "train"', "shuffle=False"),
+        ("count = (total - 1 - offset) // T", "count = (total - offset) // T"),
+        ("count = (total - 1 - offset) // T", "count = min((total - 1 - offset) // T, 3)"),
+        ("yield offset + int(i) * T, epoch", "yield int(i) * T, epoch"),
+        ("random.permutation(count) if shuffle", "random.randint(count, size=count) if shuffle"),
+        ("itertools.count(1):", "itertools.repeat(1):"),
+        ('side="right"', 'side="left"'),
+        ("np.random.RandomState(1)", "np.random.RandomState(2)"),
+        ("return piece if len(piece) == n else", "return piece if len(piece) else"),
+    ]),
+    ("The log", "prepare.py", LOG, [
+        ('round(val_bpb, 6) >= best["val_bpb"]', 'round(val_bpb, 6) > best["val_bpb"]'),
+        ('round(val_bpb, 6) >= best["val_bpb"]', 'val_bpb >= best["val_bpb"]'),
+        ('(row["gpu"], row["dataset"]) == (gpu, dataset)', 'row["gpu"] == gpu'),
+        ('(row["gpu"], row["dataset"]) == (gpu, dataset)', 'row["dataset"] == dataset'),
+        ('for row in rows if row["status"] != "crash")', "for row in rows)"),
+        ('for row in rows if row["status"] != "crash")', 'for row in rows if row["status"] == "keep")'),
+        ("if not math.isfinite(val_bpb):\n        reason =", "if False:\n        reason ="),
+        ("clean, (commit[:7], description", "clean, (commit, description"),
+        ("map(clean, (commit", "map(str, (commit"),
+        ("if not lock(file, patience=60):", "if False:"),
+        ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
+        ('before = "" if text.endswith(b"\\n") else "\\n" if text', 'before = "" if text'),
+        ('["0.0"] * (len(fields) == 7)', "[]"),
+        ('f"{description} [{reason}]" if reason', "description if reason"),
+    ]),
+]  # fmt: skip
+
+
+class Bug:
+    def __init__(self, part: str, file: str, tests: list[str], old: str, new: str):
+        self.part, self.file, self.tests, self.old, self.new = part, file, tests, old, new
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.old!r} -> {self.new!r}"
+
+    @property
+    def count(self) -> int:
+        return (ROOT / self.file).read_text().count(self.old)
+
+    def outcome(self) -> tuple[bool, str]:
+        """Whether the tests noticed it, and which one did."""
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+            for path in ROOT.iterdir():
+                if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb"):
+                    shutil.copy(path, folder)
+            (folder / self.file).write_text((folder / self.file).read_text().replace(self.old, self.new))
+            process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(folder, self.tests))
+            process.start()
+            process.join(TIMEOUT)
+            if process.is_alive():
+                process.kill()
+                process.join()
+                return True, "timeout"
+            output = (folder / "output").read_text()
+            failed = re.search(r"^FAILED tests/(.*)$", output, re.MULTILINE)
+            if process.exitcode == 1 and failed:
+                return True, failed[1]
+            return False, f"pytest ended with {process.exitcode}: " + output.strip().rpartition("\n")[2]
+
+
+def run_pytest(folder: Path, tests: list[str]) -> None:
+    """In a process of its own, which it ends with pytest's exit status."""
+    import pytest
+
+    os.chdir(folder)
+    output = os.open("output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1), os.dup2(output, 2)
+    sys.path[0] = str(folder / "tests")
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"tests/{tests[0]}", *tests[1:]])
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def import_what_takes_long() -> None:
+    """Once, for the processes that are forked from here: nothing of ours, and nothing that starts threads."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import hypothesis  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import pytest  # noqa: F401
+    import requests  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import tiktoken  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import tqdm  # noqa: F401
+
+
+def main() -> None:
+    bugs = [Bug(part, file, tests, old, new) for part, file, tests, pairs in SECTIONS for old, new in pairs]
+    words = [word for word in sys.argv[1:] if word != "--check"]
+    bugs = [bug for bug in bugs if not words or any(word in str(bug) for word in words)]
+    stale = [bug for bug in bugs if bug.count != 1]
+    for bug in stale:
+        print(f"STALE, occurs {bug.count} times in {bug.file}: {bug}")
+    survivors = []
+    if "--check" not in sys.argv:
+        import_what_takes_long()
+        with ProcessPoolExecutor(int(os.environ.get("JOBS", 1)), multiprocessing.get_context("fork")) as pool:
+            tried = [bug for bug in bugs if bug not in stale]
+            for bug, (noticed, reason) in zip(tried, pool.map(Bug.outcome, tried), strict=True):
+                survivors += [] if noticed else [bug]
+                print(f"{'killed' if noticed else 'SURVIVED'} {bug}\n    {reason}", flush=True)
+    print(f"{len(bugs)} bugs, {len(stale)} stale, {len(survivors)} survived")
+    sys.exit(bool(stale or survivors))
+
+
+if __name__ == "__main__":
+    main()

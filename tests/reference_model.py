@@ -1,0 +1,121 @@
+"""The model that ships, a second time: float64, one sequence and one head at a time, straight from the formulas.
+
+It shares no line with train.py. Every function takes plain tensors, so that autograd gives reference gradients too.
+A branch that changes the model is not asked to agree with it: delete test_reference_model.py there.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GATE_CHANNELS = 32  # input channels that feed the head gates
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`.
+
+    A shift puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where
+    the window holds the whole sequence, there is one piece and no shift.
+    """
+
+    window: int
+    shift: int = 0
+    value_embed: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: tuple[Layer, ...]
+    head_dim: int
+    sliding: bool = False  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
+    rope_base: float = 200_000
+    softcap: float = 15.0
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def seen(model: Model, layer: Layer, t: int, T: int) -> tuple[int, int]:
+    """How many zeros position t attends to, and the earliest of the positions before it that it attends to."""
+    if model.sliding:
+        return 0, max(0, t - layer.window)
+    shift = layer.shift if layer.window < T else 0
+    begin = (t + shift) // layer.window * layer.window - shift  # of its piece
+    return max(0, -begin), max(0, begin)
+
+
+def ngram_row(tokens: list[int], t: int, n: int, rows: int) -> int:
+    """Hash of tokens t-n+1 .. t, the latest first, in 64-bit two's complement; token 0 stands before the beginning."""
+    multiplier = 0x9E3779B97F4A7C15
+    key = 0
+    for token in [tokens[s] if s >= 0 else 0 for s in range(t, t - n, -1)]:
+        key = (key * multiplier + token) % 2**64
+    key = key * multiplier % 2**64
+    signed = key - 2**64 if key >= 2**63 else key
+    return (signed >> 24) % rows
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """(T, D), the halves of D real and imaginary parts, to complex (T, D/2): frequency i turns by -t base^(-2i/D)."""
+    T, D = x.shape
+    z = torch.complex(x[:, : D // 2], x[:, D // 2 :])
+    angles = torch.tensor([[-t * base ** (-2 * i / D) for i in range(D // 2)] for t in range(T)], dtype=torch.float64)
+    return z * torch.polar(torch.ones_like(angles), angles)
+
+
+def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, tokens: list[int]) -> Tensor:
+    """What layer i's attention adds to the residual stream (T, C)."""
+    layer, D, (T, C) = model.layers[i], model.head_dim, x.shape
+    n_head = C // D
+    x = rms_norm(x)
+    q, k, v = (x @ w.T for w in weights[f"block.{i}.qkv"].chunk(3))  # (T, C) each
+    gates = 2 * torch.sigmoid(x[:, :GATE_CHANNELS] @ weights[f"block.{i}.gate"].T)  # (T, H), or (T, 2H)
+    heads = []
+    for h in range(n_head):
+        mine = slice(h * D, (h + 1) * D)
+        values = v[:, mine]
+        if layer.value_embed:
+            values = values + gates[:, n_head + h, None] * weights[f"block.{i}.value_embed"][tokens][:, mine]
+        queries = rotate(rms_norm(q[:, mine]), model.rope_base)
+        keys = rotate(rms_norm(k[:, mine]), model.rope_base)
+        # The slow half of the frequencies is the previous token's key, rotated where it stood; nothing at the beginning
+        before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
+        keys = torch.cat([keys[:, : D // 4], before[:, D // 4 :]], dim=1)
+        rows = []
+        for t in range(T):
+            zeros, first = seen(model, layer, t, T)
+            scores = (queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)
+            weights_of_keys = scores.exp() / (zeros + scores.exp().sum())  # exp(0) for each zero
+            rows.append(weights_of_keys @ values[first : t + 1])
+        heads.append(gates[:, h, None] * torch.stack(rows))
+    return torch.cat(heads, dim=1) @ weights[f"block.{i}.attn_out"].T
+
+
+def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Logits (T, V) of one sequence.
+
+    weights, in float64: embed (V, C), ngram.n (rows, C), lm_head (V, C), and of each block i, as block.i.qkv and so on:
+    qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
+    mlp_out (C, 4C), residual_lambda (), x0_lambda ().
+    """
+    embedded = weights["embed"][tokens]
+    for name in weights:
+        if name.startswith("ngram."):
+            table, n = weights[name], int(name.partition(".")[2])
+            embedded = embedded + table[[ngram_row(tokens, t, n, len(table)) for t in range(len(tokens))]]
+    x = x0 = rms_norm(embedded)
+    for i in range(len(model.layers)):
+        x = weights[f"block.{i}.residual_lambda"] * x + weights[f"block.{i}.x0_lambda"] * x0
+        x = x + attention(model, weights, i, x, tokens)
+        x = x + torch.relu(rms_norm(x) @ weights[f"block.{i}.mlp_in"].T) ** 2 @ weights[f"block.{i}.mlp_out"].T
+    return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head"].T / model.softcap)
+
+
+def losses(logits: Tensor, targets: list[int]) -> Tensor:
+    """-log softmax of logits (T, V) at the targets, (T,); 0 where a target is -1."""
+    normalizer = logits.exp().sum(-1).log()
+    return torch.stack([normalizer[t] - logits[t, y] if y >= 0 else 0 * normalizer[t] for t, y in enumerate(targets)])

@@ -1,0 +1,75 @@
+"""Claims about prepare.pick_gpu: what an experiment gets to know of the GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+import prepare
+
+DATASHEETS = {"T4": 65, "V100": 125, "L4": 121, "RTX3060": 25.5, "RTX3090": 71, "RTX4090": 165, "A100": 312}
+DATASHEETS |= {"H100": 989.5, "H200": 989.5, "B200": 2250}
+
+
+@pytest.mark.parametrize("name", prepare.GPUS)
+def test_peak_flops_are_the_datasheets_dense_tflops(name):
+    assert prepare.peak_flops(*prepare.GPUS[name]) == pytest.approx(DATASHEETS[name] * 1e12, rel=0.01)
+
+
+def test_gpus_of_one_capability_differ_by_multiprocessors_and_by_being_a_geforce():
+    assert prepare.peak_flops((8, 6), 84, 1740, False) == pytest.approx(149.7e12, rel=0.01)  # an A40
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with that GPU."""
+
+    def put(name: str, major: int, minor: int, multiprocessors: int, mhz: int) -> None:
+        properties = SimpleNamespace(
+            name=name, major=major, minor=minor, multi_processor_count=multiprocessors, clock_rate=1000 * mhz
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+        monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
+        monkeypatch.setattr(AsyncCompile, "wakeup", lambda: None)
+
+    return put
+
+
+def test_the_gpu_that_is_there_is_found(machine):
+    machine("Tesla T4", 7, 5, 40, 1590)
+    device, gpu = prepare.pick_gpu()
+    assert device.type == "cuda" and gpu.capability == (7, 5) and gpu.peak_flops == pytest.approx(65e12, rel=0.01)
+    machine("NVIDIA GeForce RTX 3090", 8, 6, 82, 1695)
+    assert prepare.pick_gpu()[1].peak_flops == pytest.approx(71e12, rel=0.01)
+    machine("NVIDIA Rubin", 11, 0, 200, 2000)  # of which we know nothing
+    assert prepare.pick_gpu()[1].peak_flops > 400e12
+
+
+def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine):
+    machine("NVIDIA H200", 9, 0, 132, 1980)
+    assert prepare.pick_gpu("T4")[1] == prepare.GPU((7, 5), prepare.peak_flops(*prepare.GPUS["T4"]))
+    assert prepare.pick_gpu("B200")[1].capability == (9, 0)
+    assert prepare.pick_gpu("cpu") == (torch.device("cpu"), prepare.GPU(None, 0.0))
+
+
+def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert prepare.pick_gpu() == (torch.device("cpu"), prepare.GPU(None, 0.0))
+    assert prepare.pick_gpu("H100") == (
+        torch.device("cpu"),
+        prepare.GPU(None, prepare.peak_flops(*prepare.GPUS["H100"])),
+    )
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(prepare.PrepareError, match=r"--gpu T5 is unknown.*T4.*cpu"):
+        prepare.pick_gpu("T5")
+
+
+def test_an_amd_gpu_is_refused_with_what_runs_there(machine, monkeypatch):
+    machine("AMD Instinct MI300X", 9, 4, 304, 2100)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(prepare.PrepareError, match="only --gpu cpu runs"):
+        prepare.pick_gpu()

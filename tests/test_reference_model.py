@@ -1,0 +1,219 @@
+"""The model that ships computes what reference_model.py says: logits, loss, gradients, and the initial weights.
+
+A branch that changes the model is not asked to pass this file: delete it there.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import reference_model as reference
+import torch
+from reference_model import Layer
+
+import train
+
+VOCAB, ROWS, SEQ_LEN, WIDTH, HEAD_DIM, BATCH = 40, 64, 24, 48, 16, 2
+FULL = SEQ_LEN
+
+TABLES = {
+    "cuts in one place": (Layer(FULL), Layer(8, value_embed=True), Layer(12), Layer(FULL, value_embed=True)),
+    "shifted cuts": (Layer(8, value_embed=True), Layer(12, 3), Layer(8, 4, value_embed=True), Layer(FULL, FULL // 2)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from more, and threads wait for busy neighbours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- Adapters: all that this file knows about train.py's names
+
+
+def config(layers: tuple[Layer, ...], monkeypatch) -> train.Config:
+    """A tiny configuration with this table of layers."""
+    table = [train.Layer(**dataclasses.asdict(layer)) for layer in layers]
+    monkeypatch.setattr(train, "layers", lambda config: table)
+    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB)
+
+
+def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
+    """A model with its initial weights."""
+    model = train.GPT(config, dtype, sliding_windows if sliding else None)
+    model.init_weights()
+    return model
+
+
+def named_weights(model: train.GPT) -> dict[str, torch.nn.Parameter]:
+    """Every parameter under the name that the reference gives it."""
+    names = {"embed": model.embed.weight, "lm_head": model.lm_head.weight}
+    names |= {f"ngram.{table.n}": table.weight for table in model.ngram_embeds}
+    for i, block in enumerate(model.blocks):
+        modules = {"qkv": block.attn.c_qkv, "attn_out": block.attn.c_proj, "gate": block.attn.gate}
+        modules |= {"mlp_in": block.mlp.c_fc, "mlp_out": block.mlp.c_proj, "value_embed": block.attn.value_embed}
+        names |= {f"block.{i}.{name}": module.weight for name, module in modules.items() if module is not None}
+        names |= {f"block.{i}.residual_lambda": block.residual_lambda, f"block.{i}.x0_lambda": block.x0_lambda}
+    assert {id(p) for p in names.values()} == {id(p) for p in model.parameters()}, "a parameter has no name here"
+    return names
+
+
+def reference_of(layers: tuple[Layer, ...], sliding: bool = False) -> reference.Model:
+    return reference.Model(layers, HEAD_DIM, sliding, train.ROPE_BASE, train.SOFTCAP)
+
+
+# -- A model whose every part counts, and its reference
+
+
+def sliding_windows(q, k, v, causal, window_size):
+    """In place of FlashAttention-3: each position sees window_size[0] earlier ones. (B, T, H, D) each."""
+    assert causal and window_size[1] == 0
+    at = torch.arange(q.size(1))
+    distance = at[:, None] - at
+    seen = (distance >= 0) & (distance <= window_size[0])
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.size(-1))
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+def kind_of(name: str) -> str:
+    """The weight's name without the number of its layer or n-gram."""
+    return name.rpartition(".")[2] if name.startswith("block") else name.partition(".")[0]
+
+
+def lively(model) -> dict[str, torch.Tensor]:
+    """Draws weights far from their initial values; returns them in float64, with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    scales = {"lm_head": 1.5, "x0_lambda": 0.5, "residual_lambda": 0.3, "gate": 0.3}  # of the rest: by their width
+    weights = {}
+    for name, p in named_weights(model).items():
+        kind = kind_of(name)
+        scale = scales.get(kind, 1.0 if "embed" in kind or kind == "ngram" else 1.5 * p.shape[-1:].numel() ** -0.5)
+        p.data = (kind == "residual_lambda") + scale * torch.randn(p.shape, generator=generator)
+        weights[name] = p.detach().double().requires_grad_()
+    return weights
+
+
+def random_tokens(length: int = SEQ_LEN + 1) -> torch.Tensor:
+    return torch.randint(VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(1))
+
+
+def reference_logits(layers, weights, x, sliding=False) -> torch.Tensor:
+    return torch.stack([reference.logits(reference_of(layers, sliding), weights, row.tolist()) for row in x])
+
+
+def reference_losses(logits, y) -> torch.Tensor:
+    return torch.stack([reference.losses(row, targets.tolist()) for row, targets in zip(logits, y, strict=True)])
+
+
+def relative_error(value, expected) -> float:
+    return ((value.double() - expected).norm() / expected.norm()).item()
+
+
+def assert_gradients_agree(model, weights, tolerance: float) -> None:
+    """No gradient is missing, and none is zero.
+
+    Errors are relative to the gradients of that kind of weight in all layers: one scalar's may happen to be near zero.
+    """
+    for kind in {kind_of(name) for name in weights}:
+        pairs = [(p.grad, weights[name].grad) for name, p in named_weights(model).items() if kind_of(name) == kind]
+        size = math.hypot(*(expected.norm() for _, expected in pairs))
+        for grad, expected in pairs:
+            assert 1e-3 < expected.norm(), f"{kind}: the reference does not use it"
+            assert (grad.double() - expected).norm() < tolerance * size, kind
+
+
+def assert_agrees(layers, model, sliding=False) -> None:
+    """Logits, loss and the gradient of every parameter, against float64; no gradient is missing, and none is zero."""
+    weights, tokens = lively(model), random_tokens()
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    expected = reference_logits(layers, weights, x, sliding)
+    assert 5 < expected.abs().max() < train.SOFTCAP, "the softcap bends the logits"
+    assert relative_error(model(x), expected) < 1e-4
+
+    loss, expected = model(x, y), reference_losses(expected, y).mean()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    assert_gradients_agree(model, weights, 1e-4)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_logits_and_gradients_of_attention_in_pieces_are_those_of_the_formulas(name, monkeypatch):
+    assert_agrees(TABLES[name], build(config(TABLES[name], monkeypatch)))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name, monkeypatch):
+    """A shift moves the cuts between pieces, and windows that slide have none."""
+    model = build(config(TABLES[name], monkeypatch), sliding=True)
+    assert_agrees(TABLES[name], model, sliding=True)
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_a_shorter_sequence_gets_the_logits_of_its_own_length(sliding, monkeypatch):
+    layers = TABLES["shifted cuts"]
+    model = build(config(layers, monkeypatch), sliding)
+    weights, x = lively(model), random_tokens(8)
+    assert relative_error(model(x), reference_logits(layers, weights, x, sliding)) < 1e-4
+
+
+def test_losses_are_minus_log_softmax_and_an_ignored_target_counts_nothing(monkeypatch):
+    layers = TABLES["cuts in one place"]
+    model = build(config(layers, monkeypatch))
+    weights, tokens = lively(model), random_tokens()
+    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    y[0, 3:9] = y[1, -1] = -1
+    expected = reference_losses(reference_logits(layers, weights, x), y)  # (B, T)
+    each = model(x, y, reduction="none")
+    assert each.shape == (y.numel(),) and each.dtype == torch.float32
+    torch.testing.assert_close(each.double(), expected.flatten(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(x, y).double(), expected.sum() / (y >= 0).sum(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
+def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype, tolerance, monkeypatch):
+    """Parameters, their gradients, logits and loss stay fp32."""
+    layers = TABLES["cuts in one place"]
+    model = build(config(layers, monkeypatch), dtype=dtype)
+    weights, tokens = lively(model), random_tokens()
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    expected = reference_logits(layers, weights, x)
+    logits, loss = model(x), model(x, y)
+    assert logits.dtype == loss.dtype == torch.float32
+    assert relative_error(logits, expected) < tolerance
+    loss.backward()
+    reference_losses(expected, y).mean().backward()
+    assert_gradients_agree(model, weights, 2 * tolerance)
+    assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {torch.float32}
+
+
+def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scales(monkeypatch):
+    layers = TABLES["shifted cuts"]
+    monkeypatch.setattr(train, "INIT_SCALE", 0.5)
+    monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
+    torch.manual_seed(0)
+    weights = named_weights(build(config(layers, monkeypatch)))
+    constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "ngram": 0.0, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
+    uniform = {"value_embed": WIDTH**-0.5, "qkv": 0.5 * WIDTH**-0.5, "mlp_in": 0.5 * WIDTH**-0.5}  # standard deviation
+    normal = {"embed": 1.0, "lm_head": 0.001}
+    for name, p in weights.items():
+        kind = kind_of(name)
+        if kind in constant:
+            assert (p == constant[kind]).all(), name
+            continue
+        std = (uniform | normal)[kind]
+        assert p.mean().item() == pytest.approx(0, abs=5 * std * p.numel() ** -0.5), name
+        assert p.std().item() == pytest.approx(std, rel=5 * p.numel() ** -0.5), name
+        bounded = p.abs().max() <= 3**0.5 * std * 1.0001
+        assert bounded if kind in uniform else not bounded, f"{name} is drawn from another distribution"
+
+
+def test_layers_are_counted_from_the_last_one_which_sees_the_whole_context():
+    """Of every five, four have the short window. Every other one has a value embedding, the rest are shifted."""
+    table = train.layers(train.Config(6, WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB))
+    assert [layer.window for layer in table] == [FULL, 8, 8, 8, 8, FULL]
+    assert [layer.value_embed for layer in table] == [False, True, False, True, False, True]
+    assert [layer.shift for layer in table if layer.window == 8] == [0, 4, 0, 4]

@@ -1,0 +1,243 @@
+"""Waves: stubs of train.py, trained by a real Ray on this machine, and on a cluster of simulated nodes."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_corpus import ROOT
+from test_night import Night
+
+pytest.importorskip("ray", reason="it is in the extra [night]")
+
+STUB = """\
+import argparse, os, signal, subprocess, sys, time
+from prepare import budget_name, dataset_id, log_result
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seconds", type=float)
+parser.add_argument("--tokens", type=int)
+parser.add_argument("--gpu")
+parser.add_argument("--seed", type=int, default=0)
+args = parser.parse_args()
+where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=dataset_id())
+print("training", flush=True)
+try:
+    BODY
+    print("status:", log_result(val_bpb=val_bpb, memory_gb=2.0, tokens_M=1.5, **where))
+except BaseException as error:
+    log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
+    raise
+"""
+SIX = {
+    "good": "val_bpb = 1.3 + args.seed / 100",
+    "better": "val_bpb = 1.2",
+    "worse": "val_bpb = 1.4",
+    "crash": "raise MemoryError('77 GB')",
+    "typo": "val_bpb = = 1.1",
+    "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
+}
+STATUS = {"good": "keep", "better": "keep", "worse": "discard"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 13]", "hang": "[no evaluation within 0.1 min]"}
+TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
+
+
+class Clone(Night):
+    def commit(self, **bodies: str) -> None:
+        """A revision and a tag for each."""
+        for name, body in bodies.items():
+            (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
+            self.run(f"git commit -qam {name} && git tag {name}")
+
+    def wave(self, *args: str, **env: str) -> subprocess.Popen:
+        command = ["python", "night.py", "wave", *args]
+        env = self.env | {"CUDA_VISIBLE_DEVICES": ""} | env
+        return subprocess.Popen(command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, process_group=0)
+
+    def finish(self, wave: subprocess.Popen, code: int = 0, timeout: float = 600) -> str:
+        """What it printed; all processes of its runs are gone when it is."""
+        output = wave.communicate(timeout=timeout)[0]
+        assert wave.returncode == code and not self.runs(), output
+        return output
+
+    def runs(self) -> dict[int, list[str]]:
+        """Its processes, but not those of a cluster that it has joined."""
+        ours = {"night.py", "train.py"}
+        return {pid: words for pid, words in self.processes().items() if ours & {Path(word).name for word in words}}
+
+    def scores(self) -> dict[str, str]:
+        """Description: status, each once."""
+        rows = self.rows()
+        assert len({row["description"] for row in rows}) == len(rows)
+        return {row["description"]: row["status"] for row in rows}
+
+
+@pytest.fixture
+def clone(prepared, tmp_path):
+    clone = Clone(tmp_path / "clone", prepared)
+    yield clone
+    for pid in clone.processes():  # of a test that has failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def listening(pids) -> set[str]:
+    """The addresses, in hexadecimal, of the TCP sockets on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            sockets |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {words[1].split(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in sockets}
+
+
+def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
+    """On two slots: three good runs, a crash, a SyntaxError and a hang. Ray listens on loopback only."""
+    clone.commit(**SIX)
+    command = [*SIX, *TWO_SLOTS, "--limit=6"]
+    wave = clone.wave(*reversed(SIX), *command[6:])  # the hang first
+    while len(clone.rows()) < 2:
+        time.sleep(0.05)
+        assert wave.poll() is None, wave.stdout.read()
+    assert listening(clone.processes()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    os.killpg(wave.pid, signal.SIGINT)
+    clone.finish(wave, code=130)
+    assert not clone.processes()
+    before = clone.rows()
+    assert 2 <= len(before) < 6
+
+    output = clone.finish(clone.wave(*command))
+    assert clone.rows()[: len(before)] == before
+    names = {f"{name} {REASON[name]}" if name in REASON else name for name in SIX}
+    assert clone.scores().keys() == names
+    for row in clone.rows():
+        assert (row["gpu"], row["tokens_M"]) == ("cpu, 1.5 M tokens", 0.0 if row["status"] == "crash" else 1.5)
+    table = re.findall(r"^([01]\.\d{6}) .*[0-9a-f]{7}  (\w+)", output, re.M)
+    assert table[:3] == [("1.200000", "better"), ("1.300000", "good"), ("1.400000", "worse")]
+    assert {name for _, name in table[3:]} == REASON.keys()
+
+    log = (clone.folder / "results.tsv").read_bytes()
+    assert clone.finish(clone.wave(*command)).startswith("0 runs, 6 more have a row")
+    assert (clone.folder / "results.tsv").read_bytes() == log
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Cluster:
+    """A head and nodes of one core each, all on this machine."""
+
+    def __init__(self, clone: Clone, monkeypatch):
+        from ray.cluster_utils import Cluster
+
+        for name, value in clone.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.nodes = {}
+
+    def add(self, **env: str) -> None:
+        node = self.cluster.add_node(num_cpus=1, env_vars=env)
+        self.nodes[node.all_processes["raylet"][0].process.pid] = node
+
+    def lose_node_of(self, pid: int) -> None:
+        """As when the power goes: without a goodbye."""
+        while pid not in self.nodes:
+            pid = parent(pid)
+        self.cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
+
+
+@pytest.fixture
+def cluster(clone, monkeypatch):
+    cluster = Cluster(clone, monkeypatch)
+    try:
+        yield cluster
+    finally:
+        cluster.cluster.shutdown()
+
+
+def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_gets_none(clone, cluster, tmp_path):
+    pids = tmp_path / "pids"
+    clone.commit(
+        good=SIX["good"],
+        short="val_bpb = 1.2",
+        long=f"print(os.getpid(), file=open({str(pids)!r}, 'a')); time.sleep(999)",
+    )
+
+    def began(times: int) -> int:
+        """Waits until the long run has begun so many times; its pid."""
+        while not pids.exists() or len(pids.read_text().split()) < times:
+            time.sleep(0.05)
+            assert wave.poll() is None, wave.stdout.read()
+        return int(pids.read_text().split()[-1])
+
+    cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "empty"))
+    cluster.add()
+    wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
+    first = began(1)
+    cluster.add()
+    cluster.lose_node_of(first)
+    os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night.py, Ray's worker
+    output = clone.finish(wave)
+    assert clone.scores() == {"long [node lost]": "crash", "short": "keep"}
+    assert len(re.findall("^refused ", output, re.M)) == 1 and len(re.findall("^lost .*long", output, re.M)) == 1
+
+    clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
+    rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[2:]}
+    assert rows == {"good, seed 1": ("cpu, 9 s", 1.31), "good, seed 2": ("cpu, 9 s", 1.32)}
+    wave = clone.wave("long", "--again", f"--address={cluster.cluster.address}")
+    began(3)
+    wave.kill()
+    assert clone.all_gone(runs=True)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_wave(clone):
+    clone.commit(**SIX)
+    wave = clone.wave("hang", "worse", *TWO_SLOTS)
+    clone.process("train.py")
+    wave.kill()
+    assert clone.all_gone()
+
+
+@pytest.mark.slow
+def test_200_runs_on_8_slots_leave_200_rows(clone):
+    clone.commit(good=SIX["good"], crash="val_bpb = 1 / (args.seed % 10)")
+    seeds = ",".join(map(str, range(100)))
+    clone.finish(clone.wave("good", "crash", f"--seeds={seeds}", "--per-gpu=8", "--tokens=5"), timeout=3600)
+    scores = clone.scores()
+    assert len(scores) == 200
+    assert sum(status == "crash" for status in scores.values()) == 10 and "crash, seed 70 [ZeroDivisionError]" in scores
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["no-such-branch"], "git has failed"),
+        (["good", "--per-gpu=2"], "--per-gpu takes --tokens"),
+        (["good"], r"pip install -e '\.\[night\]'"),
+    ],
+)
+def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, remedy):
+    clone.commit(good=SIX["good"])
+    (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
+    assert re.search(rf"^night\.py: .*{remedy}", clone.finish(clone.wave(*arguments), code=1), re.M)
+
+
+def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
+    """Nor does the installation bring it: it is in an extra."""
+    (tmp_path / "bin" / "ray.py").write_text("raise SystemExit('imported')")
+    clone.commit(good="import prepare; val_bpb = 1.3")
+    output = clone.run("python night.py run && python night.py plot && ls")
+    assert "imported" not in output and "progress.png" in output
+    code = "import sys, night, prepare, train; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")
+    assert "ray" not in re.findall(r'"([\w-]+)', project[0]) and 'night = ["ray' in project[2]

@@ -1,0 +1,331 @@
+"""A whole run, in this process and recorded: what settings, text, clock and seed arrive where, and what is scored.
+
+The model is tiny and the budget is in tokens, so that a run takes a second and is the same on every machine. It looks
+into train.py by its names: a branch that renames or replaces its parts is not asked to pass this file.
+"""
+
+import copy
+import dataclasses
+import gc
+import io
+import itertools
+import math
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_corpus import texts, write_parquet
+
+import prepare
+import train
+
+T = 64  # tokens in a sequence
+VALIDATION = texts(6542, count=8)
+
+
+# -- Adapters: all that this file knows about train.py's names and the way a run is started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from more, and threads wait for busy neighbours."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny_cache(tmp_path_factory) -> Path:
+    """A cache with one train file of 15,000 tokens and validation documents of 2,000."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_parquet(folder / "corpus" / "a.parquet", texts(0))
+    write_parquet(folder / "corpus" / "b.parquet", VALIDATION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTORESEARCH_CACHE", str(folder / "cache"))
+        prepare.prepare(str(folder / "corpus"))
+    return folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_cache) -> prepare.Tokenizer:
+    (folder,) = (path for path in tiny_cache.iterdir() if path.is_dir())
+    return prepare.Tokenizer.from_directory(folder)
+
+
+@dataclass
+class Run:
+    """What happened between the start and the stop of the clock, and afterwards."""
+
+    steps: list["Step"] = field(default_factory=list)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)  # weights when the clock started
+    evaluated: list[tuple[int, ...]] = field(default_factory=list)  # shapes of the batches that were scored
+    model: torch.nn.Module = None
+    out: str = ""
+
+    @property
+    def final(self) -> dict[str, torch.Tensor]:
+        """Weights after the last step."""
+        return self.steps[-1].weights
+
+    @property
+    def summary(self) -> dict[str, str]:
+        return dict(re.findall(r"^(\w+): +(.+)$", self.out, re.MULTILINE))
+
+    @property
+    def text(self) -> torch.Tensor:
+        """(sequences, 2, T): inputs and targets in the order in which the model saw them."""
+        return torch.cat([torch.stack(batch, dim=1) for step in self.steps for batch in step.batches])
+
+
+@dataclass
+class Step:
+    progress: float  # that its schedules were set for
+    number: int
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    gradient: torch.Tensor = None  # of lm_head, as the optimizer got it
+    weights: dict[str, torch.Tensor] = None  # that the step has left
+
+
+def settings(**changes) -> train.Config:
+    """A tiny configuration: four device batches of two sequences to a step."""
+    return dataclasses.replace(train.Config(2, 64, 32, T, T, 2, 8 * T, 512), **changes)
+
+
+def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
+    """Runs train.py's command line for so many tokens."""
+
+    def run(
+        tokens: int, *args: str, config=None, dtype=torch.float32, memory=math.inf, warm_up=True, loss_scale=None
+    ) -> Run:
+        """memory: sequences in one device batch that do not fit any longer; loss_scale: in fp16, at the start."""
+        record, training, out = Run(), [], io.StringIO()
+        init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
+        start, stop, set_schedules = prepare.Clock.start, prepare.Clock.stop, train.set_schedules
+
+        def on_init(model, *args):
+            record.model = model
+            init(model, *args)
+
+        def on_forward(model, idx, targets=None, reduction="mean"):
+            if len(idx) >= memory:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            loss = forward(model, idx, targets, reduction)
+            if reduction == "none":
+                record.evaluated.append(tuple(idx.shape))
+            elif training:
+                record.steps[-1].batches.append((idx.clone(), targets.clone()))
+                record.steps[-1].losses.append(loss.item())
+            return loss
+
+        def on_step(optimizer):
+            if training:
+                record.steps[-1].gradient = record.model.lm_head.weight.grad.clone()
+            step(optimizer)
+            if training:
+                record.steps[-1].weights = weights_of(record.model)
+
+        def on_schedules(optimizer, progress, number):
+            if training:
+                record.steps.append(Step(progress, number))
+            set_schedules(optimizer, progress, number)
+
+        def on_start(clock):
+            record.initial = weights_of(record.model)
+            training.append(True)
+            start(clock)
+
+        def on_stop(clock):
+            training.clear()
+            return stop(clock)
+
+        folder = tmp_path_factory.mktemp("run")
+        with pytest.MonkeyPatch.context() as patch, signals_restored():
+            patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
+            patch.setattr(prepare, "RESULTS", folder / "results.tsv")
+            patch.setattr(prepare, "WEIGHTS", folder / "model.safetensors")
+            patch.setattr(train.GPT, "__init__", on_init)
+            patch.setattr(train.GPT, "forward", on_forward)
+            patch.setattr(train.MuonAdamW, "step", on_step)
+            patch.setattr(train, "set_schedules", on_schedules)
+            patch.setattr(prepare.Clock, "start", on_start)
+            patch.setattr(prepare.Clock, "stop", on_stop)
+            patch.setattr(train, "SIZES", ((0, config or settings()),))
+            patch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
+            if loss_scale:
+                patch.setattr(train, "make_scaler", lambda model: torch.amp.GradScaler("cpu", init_scale=loss_scale))
+            if not warm_up:
+                patch.setattr(train, "warm_up", lambda model: None)
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast the run
+            patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
+            patch.setattr(sys, "argv", ["train.py", "--tokens", str(tokens), *args])
+            with redirect_stdout(out):
+                prepare.run(train.train, train.build_model)
+        record.out = out.getvalue()
+        return record
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(run) -> Run:
+    """Ten steps of the tiny configuration."""
+    return run(8 * T * 10, "--seed", "7")
+
+
+@contextmanager
+def signals_restored():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def freshly_built(config: train.Config, tokenizer, seed: int) -> dict[str, torch.Tensor]:
+    """The initial weights of a seed, with nothing having happened between."""
+    model = train.GPT(dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size()), torch.float32)
+    torch.manual_seed(seed)
+    model.init_weights()
+    return weights_of(model)
+
+
+def with_weights(model: train.GPT, weights: dict[str, torch.Tensor]) -> train.GPT:
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        p.data, p.grad = weights[name], None
+    return model
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+# -- The metric
+
+
+def bits_per_byte(model, tokenizer) -> float:
+    """Of the whole validation text, from the model's logits alone, in float64, a window at a time."""
+    bos = tokenizer.get_bos_token_id()
+    stream = [token for ids in tokenizer.encode(VALIDATION, prepend=bos) for token in ids]
+    nats, nbytes = 0.0, 0
+    for start in range(0, len(stream) - 1, T):
+        targets = stream[start + 1 : start + T + 1]
+        window = stream[start : start + T]
+        padded = torch.tensor([window + [0] * (T - len(window))])
+        with torch.no_grad():
+            log_p = model(padded)[0].double().log_softmax(-1)
+        for position, target in enumerate(targets):
+            if target != bos:
+                nats -= log_p[position, target].item()
+                nbytes += len(tokenizer.encoding.decode_single_token_bytes(target))
+    return nats / math.log(2) / nbytes
+
+
+def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_step_left_them(plain, tokenizer):
+    expected = bits_per_byte(with_weights(plain.model, plain.final), tokenizer)
+    assert float(plain.summary["val_bpb"]) == pytest.approx(expected, abs=2e-5)
+
+
+# -- Steps
+
+
+@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (8, 8, 1), (1, 3, 3)])
+def test_a_step_accumulates_device_batches_to_its_total_batch(run, device_batch, sequences, batches):
+    config = settings(device_batch_size=device_batch, total_batch_size=sequences * T)
+    record = run(5 * sequences * T, config=config)
+    assert [len(step.batches) for step in record.steps] == [batches] * 5
+    assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
+    assert record.summary["num_steps"] == "5"
+    assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+
+
+def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
+    for before, step in pairwise(plain.steps):
+        model = with_weights(plain.model, before.weights)
+        x, y = (torch.cat(part) for part in zip(*step.batches, strict=True))
+        model(x, y).backward()
+        expected = model.lm_head.weight.grad
+        assert (step.gradient - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_is(plain, run):
+    halved = run(8 * T * 10, "--seed", "7", config=settings(device_batch_size=8), memory=3)
+    assert halved.out.count("Out of memory") == 2
+    assert torch.equal(halved.text, plain.text) and len(halved.steps) == 10
+    assert {batch[0].shape for step in halved.steps for batch in step.batches} == {(2, T)}
+    assert set(halved.evaluated) == {(2, T)}, "what did not fit in training is not tried in evaluation"
+    assert equal(halved.final, plain.final)
+
+
+def test_the_model_sees_the_loaders_batches_once_each_and_in_order(plain, tokenizer):
+    expected = islice(prepare.make_dataloader(tokenizer, 1, T, "train", "cpu"), 8 * 10)
+    assert torch.equal(plain.text, torch.cat([torch.stack([x, y], dim=1) for x, y, _ in expected]))
+
+
+def test_the_first_printed_loss_is_the_mean_over_the_total_batch_in_nats(plain):
+    printed = float(re.search(r"loss (\d+\.\d+)", plain.out)[1])
+    assert printed == pytest.approx(np.mean(plain.steps[0].losses), abs=1e-4)
+
+
+def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is_spent(plain):
+    assert [step.number for step in plain.steps] == list(range(10))
+    assert [step.progress for step in plain.steps] == pytest.approx([i / 10 for i in range(10)])
+
+
+def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer, monkeypatch):
+    ticks = itertools.count(0, 10)
+    monkeypatch.setattr(prepare.time, "perf_counter", lambda: next(ticks))  # so every step prints its line
+    record = run(16 * T * 32, config=settings(device_batch_size=16, total_batch_size=32 * T))
+    seen = [tuple(row) for row in record.text[:, 0].tolist()]
+    epoch = seen.index(seen[0], 1)
+    assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
+    epochs = [int(number) for number in re.findall(r"epoch (\d)", record.out)]
+    assert epochs == [1 + (32 * step - 1) // epoch for step in range(2, 17)] and max(epochs) == 3
+
+
+# -- Seeds and warm-up
+
+
+def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, tokenizer):
+    other = run(8 * T * 10, "--seed", "8")
+    for seed, record in ((7, plain), (8, other)):
+        assert equal(record.initial, freshly_built(settings(), tokenizer, seed))
+    assert not equal(plain.initial, other.initial)
+    assert torch.equal(plain.text, other.text)
+    again = run(8 * T * 10, "--seed", "7")
+    assert equal(again.final, plain.final) and again.summary["val_bpb"] == plain.summary["val_bpb"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16 with a loss scale"])
+def test_a_run_is_bit_for_bit_what_it_is_without_warm_up(run, dtype):
+    warm, cold = (run(8 * T * 4, dtype=dtype, warm_up=warm_up) for warm_up in (True, False))
+    assert equal(warm.initial, cold.initial)
+    assert equal(warm.final, cold.final)
+    assert warm.summary["skipped_steps"] == cold.summary["skipped_steps"]
+    assert not equal(warm.initial, warm.final)
+
+
+def test_a_step_whose_gradients_overflow_leaves_the_weights_as_they_are_and_is_counted(run):
+    record = run(8 * T * 10, dtype=torch.float16, loss_scale=2.0**36)
+    weights = [record.initial, *(step.weights for step in record.steps)]
+    skipped = [equal(before, after) for before, after in pairwise(weights)]
+    assert skipped[0] and not skipped[-1], "the scale has fallen far enough"
+    assert record.summary["skipped_steps"] == str(sum(skipped))
