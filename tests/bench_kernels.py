@@ -1,7 +1,7 @@
 """The fused cross-entropy on one CUDA GPU, beside its peers: time, memory and error.
 
     python tests/bench_kernels.py              # about two minutes on an H200; the tables are printed last
-    python tests/bench_kernels.py --sweep      # chunk rows instead, and what each of a chunk's four launches takes
+    python tests/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
 
 Liger (`liger-kernel`) and Apple's CCE (`cut-cross-entropy`) run if they are installed. Medians of triton's do_bench,
 which empties L2 before each run. Errors are against float64, relative in the Euclidean norm.
@@ -98,7 +98,7 @@ def exact_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
 
 
 def peak_mib(step) -> float:
-    """The most that a call allocates, what it leaves behind included."""
+    """Peak memory of a call, including what it leaves behind."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -135,7 +135,7 @@ def contend(build, x: Tensor, weight: Tensor, targets: Tensor, expected: tuple, 
         return f"{ms:9.3f}{ms / floor:8.2f}{extra:10.0f}{extra - gradients:9.0f}{errors}"
     except ImportError as e:
         return f"  not here: {e}"
-    except Exception as e:  # out of memory, say: it must not cost the others their row
+    except Exception as e:  # such as out of memory: the others still get their rows
         return f"  {type(e).__name__}: {str(e).splitlines()[0][:80]}"
 
 

@@ -36,7 +36,7 @@ WEIGHTS = sum(k * n for k, n in SHAPES)
 
 @torch.library.custom_op("bench::dequantize", mutates_args=())
 def dequantize(packed: torch.Tensor, absmax: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """Ours as one opaque node, so that what differs between the structures below is the structure."""
+    """Ours as one opaque node, the same in all structures below."""
     return dequantize_4bit(packed, absmax, (n, k), torch.bfloat16)
 
 
@@ -46,7 +46,7 @@ def _(packed, absmax, n, k):
 
 
 class FrozenLinear(nn.Linear):
-    """The reference that keeps nothing but activations: a frozen bf16 weight."""
+    """A frozen bf16 weight: the reference, which keeps only activations."""
 
     def __init__(self, k, n):
         super().__init__(k, n, bias=False, dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ METHODS = {
 
 
 class Layer(nn.Module):
-    """The seven matrices of a transformer layer with the cheapest wiring that uses them all."""
+    """The seven matrices of a transformer layer, combined in the cheapest way that uses them all."""
 
     def __init__(self, linear):
         super().__init__()
@@ -124,11 +124,11 @@ class Layer(nn.Module):
         return x + self.down(F.relu(self.gate(x)) * self.up(x))
 
 
-# ---- memory: one fresh process a cell ----
+# ---- memory: a fresh process for each cell of the table ----
 
 
 def memory_cell(method: str, mode: str, layers: int) -> dict[str, int]:
-    """Bytes: resident weights, live after a forward beyond those, and the forward's peak beyond those."""
+    """Bytes: resident weights; live after a forward, without them; the forward's peak, without them."""
     with torch.device("cuda"):
         model = nn.Sequential(*[Layer(METHODS[method]) for _ in range(layers)])
         x = torch.randn(M, D, dtype=torch.bfloat16, requires_grad=True)
@@ -158,7 +158,7 @@ def memory_table() -> list[str]:
     with ThreadPoolExecutor(5) as pool:  # they share the GPU; each counts its own allocations
         results = dict(zip(cells, pool.map(child, cells), strict=True))
     rows = [
-        f"Memory, GB a layer of {WEIGHTS / 1e6:.0f} M weights, M {M}; (L = 8 less L = 4) / 4, a fresh process each.",
+        f"Memory, GB per layer of {WEIGHTS / 1e6:.0f} M weights, M {M}; (8 layers less 4 layers) / 4.",
         "live: after a forward, beyond the weights. kept: live less the bf16 weight's, which is activations alone.",
         "peak: of a forward of 8 layers, beyond what was live before it.",
         f"{'':18} {'':9} {'resident':>9} {'live':>8} {'kept':>8} {'peak':>8} {'32 layers':>10}",
@@ -184,7 +184,7 @@ def memory_table() -> list[str]:
 
 
 def graph_us(calls: list) -> float:
-    """Median microseconds a call of `calls`, replayed as one CUDA graph: the GPU's time, whatever Python takes."""
+    """Median microseconds per call of `calls`, replayed as one CUDA graph: GPU time without Python's."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -234,7 +234,7 @@ def dequantize_rows() -> list[str]:
 
     methods = {"ours": ours, "bitsandbytes": theirs}
     rows = [
-        f"Dequantize {n} x {n} NF4 -> bf16, {traffic / 1e6:.1f} MB a call, rotating over {rotation} sets of buffers.",
+        f"Dequantize {n} x {n} NF4 -> bf16, {traffic / 1e6:.1f} MB per call, rotating over {rotation} sets of buffers.",
         f"100% is {big:.2f} TB/s, copying 1 GiB; copying {traffic / 2e6:.1f} MB reaches {100 * small / big:.0f}%.",
     ]
     packed, absmax, out = sets[0]
@@ -248,7 +248,7 @@ def dequantize_rows() -> list[str]:
             us = graph_us([lambda s=s, method=method: method(*s) for s in sets] * 4)
             share = 100 * traffic / us / 1e6 / big
             rows.append(f"{name:18} {us:6.2f} us {share:4.0f}%" + ("" if exact else " NOT EXACT"))
-        except Exception as error:  # a variant that this Triton cannot compile must not cost the table
+        except Exception as error:  # a variant that this Triton cannot compile must not end the run
             rows.append(f"{name:18} {type(error).__name__}: {str(error)[:80]}")
     return rows
 
@@ -264,7 +264,7 @@ def requantize_rows() -> list[str]:
 
 
 def step_rows() -> list[str]:
-    rows = ["Forward + backward to x of one 4096 x 4096 layer in bf16, median ms of five turns each"]
+    rows = ["Forward + backward to x of one 4096 x 4096 layer in bf16, median ms of five turns"]
     names = ["bf16 weight", "ours", "bitsandbytes"]
     rows.append(f"{'M':>6} {'':9} " + " ".join(f"{name:>13}" for name in names))
     for m in (4096, 16384):
@@ -278,7 +278,7 @@ def step_rows() -> list[str]:
                 run = torch.compile(layer) if mode == "inductor" else layer
                 steps[name] = lambda run=run, x=x, dy=dy: torch.autograd.grad(run(x), x, dy)
             turns = {name: [] for name in names}
-            for _ in range(5):  # in turn, so that a change of the clock meets all of them
+            for _ in range(5):  # in turn, so that a change of the clock affects all of them
                 for name, step in steps.items():
                     turns[name].append(median_ms(step, 50))
             rows.append(f"{m:6} {mode:9} " + " ".join(f"{statistics.median(turns[name]):13.3f}" for name in names))
@@ -286,7 +286,7 @@ def step_rows() -> list[str]:
 
 
 def host_rows(device: str) -> list[str]:
-    """Of several short turns the fastest: a busy neighbour makes some of them slower, none faster."""
+    """The fastest of many short turns, as other processes make some of them slower, but none faster."""
 
     def host_us(calls: dict, turns: int = 40, repeats: int = 25) -> dict[str, float]:
         times = dict.fromkeys(calls, float("inf"))

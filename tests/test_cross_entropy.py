@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from kernels import FusedCrossEntropyLoss, fused_cross_entropy, fused_linear_cross_entropy
+from kernels import fused_cross_entropy, fused_linear_cross_entropy
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 ROW_KERNELS = [kernels._rows_torch, kernels._rows_triton]
@@ -41,7 +41,7 @@ def example(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, ig
 
 
 def gradients(function, x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, **options):
-    """Loss, dx and dW of factor * function(...), the losses of 'none' weighted by row."""
+    """Loss, dx and dW of factor * function(...), where the losses of 'none' get weights from 0 to 1."""
     x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     loss = function(x, weight, targets, **options)
     (factor * loss * torch.linspace(0, 1, len(x), device=x.device) if loss.dim() else factor * loss).sum().backward()
@@ -63,12 +63,14 @@ def error(value: Tensor, reference: Tensor) -> float:
 
 
 def run_rows(rows, logits, targets, row_scale, softcap=None, ignore_index=-1, grad=True):
-    """Losses and gradients of a copy of `logits`, whose rows lie in a wider buffer."""
+    """Losses and gradients of a copy of `logits` in a wider buffer, whose other columns must not change."""
     n, v = logits.shape
-    buffer = logits.new_full((n, v + 16), float("nan"))[:, :v].copy_(logits)
+    wide = logits.new_full((n, v + 16), 2.0)
+    wide[:, :v] = logits
     losses = torch.full((n,), float("nan"), device=logits.device)
-    rows(buffer, targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
-    return losses, buffer
+    rows(wide[:, :v], targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
+    assert (wide[:, v:] == 2.0).all()
+    return losses, wide[:, :v]
 
 
 def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1):
@@ -109,27 +111,30 @@ def test_huge_logits_neither_overflow_nor_vanish(rows, device):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
 @pytest.mark.parametrize("rows", ROW_KERNELS)
-@pytest.mark.parametrize("v", [50, 9000])  # 9000 columns are three blocks, the last one partial
+@pytest.mark.parametrize("v", [50, 20001])  # 20001 columns are three blocks, the last one partial
 def test_infinite_logits_behave_as_in_eager(rows, v, device):
     inf = float("inf")
-    logits = torch.randn(6, v, generator=torch.Generator().manual_seed(0)).to(device)
+    logits = torch.randn(8, v, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0, 0] = -inf  # one class excluded
     logits[1, : v - 3] = -inf  # all of the first block
     logits[2, 7] = -inf  # the target itself: an infinite loss
     logits[3, 5] = inf  # NaN
     logits[4] = -inf  # NaN
     logits[5, 5] = inf  # ignored, so no loss; its gradient is NaN in eager, too
-    targets = torch.tensor([1, v - 2, 7, 3, 0, -1], device=device)
-    row_scale = torch.ones(6, device=device)
+    logits[6, v // 2 :] = -inf  # all of the last block
+    logits[7, v // 2 :] -= 1000  # far below the maximum
+    targets = torch.tensor([1, v - 2, 7, 3, 0, -1, 4, 5], device=device)
+    row_scale = torch.ones(8, device=device)
     losses, grad = run_rows(rows, logits, targets, row_scale)
     expected, expected_grad = rows_by_autograd(logits, targets, row_scale)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(grad.double()[:5], expected_grad[:5], rtol=1e-5, atol=1e-6, equal_nan=True)
+    both = [0, 1, 2, 3, 4, 6, 7]
+    torch.testing.assert_close(grad.double()[both], expected_grad[both], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("ignore_index", [-1, -100, 42])
 def test_a_target_out_of_range_is_never_silent(ignore_index, device):
-    """Even a negative one that would be some other function's ignore_index."""
+    """Not even a negative one that other functions use as ignore_index."""
     logits, row_scale = torch.randn(3, 50, device=device), torch.ones(3, device=device)
     for bad in {50, -1, -100, 2**40} - {ignore_index}:
         targets = torch.tensor([3, bad, ignore_index], device=device)
@@ -141,12 +146,17 @@ def test_a_target_out_of_range_is_never_silent(ignore_index, device):
 
 def test_scaling_multiplies_in_fp32(device):
     x = torch.randn(73, 137, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    factor = torch.tensor(1 / 3, device=device)
-    scaled = x.clone()
-    kernels._scale_kernel[(3,)](scaled, factor, x.numel(), BLOCK=2048)
-    assert torch.equal(scaled, (x.float() * factor).half())
-    with torch.no_grad():
-        assert torch.equal(kernels._scaled(x, factor), scaled)
+    per_row = torch.linspace(-1, 1, 73, device=device)
+    for value in (1 / 3, 1.0, -3e4):  # -3e4 overflows fp16 in places
+        factor = torch.tensor(value, device=device)
+        expected = (x.float() * factor).half()
+        wide = torch.nn.functional.pad(x.flatten(), (0, 99))
+        kernels._scale_kernel[(5,)](wide, factor, x.numel(), BLOCK=2048)
+        assert torch.equal(wide[:-99].view_as(x), expected) and not wide[-99:].any()
+        with torch.no_grad():
+            assert torch.equal(kernels._scaled(x.clone(), factor), expected)
+            assert torch.equal(kernels._scaled(x.T.clone().T, factor), expected)
+            assert torch.equal(kernels._scaled(x.clone(), per_row), (x.float() * per_row[:, None]).half())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,8 +209,8 @@ def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, devic
 
 @pytest.mark.parametrize(("scale", "spread"), [(65536.0, 1), (1.0, 64)])
 def test_small_fp16_gradients_survive_a_batch_of_262144(scale, spread, device):
-    """1/N is 4e-6 and most probabilities are below 1e-4: their product is zero in fp16, and so is much of dx / N if the
-    loss scale comes too late. At a scale of 1 the weight is large, as fp16 could not hold dx itself."""
+    """1/N is 4e-6 and most probabilities are below 1e-4. Their product is zero in fp16, and so is much of dx / N unless
+    the loss scale is applied first. At a scale of 1 the weight is large, since fp16 could not hold dx itself."""
     n, d, v = 2**18 - 1, 16, 8192 if device.type == "cuda" else 32
     x, weight, targets = example(n, d, v, torch.float16, device)
     x, weight = x.detach() / spread, spread * weight.detach()
@@ -398,7 +408,7 @@ def test_compiles_into_one_graph_with_the_same_results(function, reduction, devi
 
 @torch.no_grad()
 def test_the_backward_can_be_traced_by_aotautograd():
-    """There torch 2.11 says that it is not compiling. A kernel launch would fail: fake tensors have no memory."""
+    """AOTAutograd of torch 2.11 does not report that it is compiling, and fake tensors have no memory to launch on."""
     with FakeTensorMode(), patch.object(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False):
         grad = torch.empty(90, 16, dtype=torch.bfloat16, device="cuda")
         scaled = kernels._scaled(grad, torch.ones((), device="cuda"))
@@ -408,9 +418,10 @@ def test_the_backward_can_be_traced_by_aotautograd():
 def test_custom_ops_pass_opcheck(device):
     x, weight, targets = example(20, 16, 30, torch.float32, device)
     one = torch.ones((), device=device)
-    for reduce, needs in [(True, (True, True)), (True, (True, False)), (False, (False, False))]:
-        tensors = [t if need or not reduce else t.detach() for t, need in zip((x, weight), needs, strict=True)]
-        torch.library.opcheck(kernels._linear_cross_entropy, (*tensors, targets, one, 15.0, -1, reduce, *needs))
+    for needs in [(True, True), (True, False), (False, True), (False, False)]:
+        torch.library.opcheck(
+            kernels._linear_cross_entropy, (x.detach(), weight.detach(), targets, one, 15.0, -1, *needs)
+        )
     logits = torch.randn(20, 30, device=device)
     torch.library.opcheck(kernels._cross_entropy, (logits, targets, 15.0, -1))
     torch.library.opcheck(kernels._cross_entropy_, (logits, targets, one, 15.0, -1))
@@ -430,7 +441,7 @@ def test_logits_match_float64(dtype, ignore_index, reduction, device):
     exact = logits.detach().double().requires_grad_()
     scale = torch.linspace(1, 2, 77, device=device) if reduction == "none" else 1
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    loss = FusedCrossEntropyLoss(**options)(logits.clone(), targets)
+    loss = fused_cross_entropy(logits.clone(), targets, **options)
     expected = F.cross_entropy(exact, targets, **options)
     (loss * scale).sum().backward()
     (expected * scale).sum().backward()
