@@ -208,7 +208,8 @@ class Attention(nn.Module):
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
     def windows(self, q, k, v):
-        return self.flash(q, k, v, causal=True, window_size=(self.layer.window, 0))
+        # contiguous here, where it is fused: some builds of FA3 copy a slice, once forward and once backward
+        return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
 
     def pieces(self, q, k, v):
         """Causal attention within pieces of `window` tokens. Zeros in front and behind shift the cuts.
