@@ -70,8 +70,6 @@ class PrepareError(Exception):
 
 
 # --------------------------------------------------------------------------------------------------------------- metric
-
-
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
     """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats over sum of raw bytes, BOS in neither.
 
@@ -100,8 +98,6 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
-
-
 class Clock:
     """Wall time from the first training step to the end of the last, loading included. It drives every schedule.
 
@@ -116,7 +112,6 @@ class Clock:
     """
 
     GRACE = 3  # seconds over the budget that the last step may be expected to take
-    HANGS = 120  # seconds without a step, after which the traceback is printed
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         """A budget in seconds or, if given, in tokens."""
@@ -131,7 +126,6 @@ class Clock:
     def start(self) -> None:
         gc.collect()
         gc.disable()  # a collection would stall a step by half a second
-        faulthandler.dump_traceback_later(self.HANGS, file=sys.__stderr__)
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -149,6 +143,7 @@ class Clock:
 
     def running(self) -> bool:
         """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)  # where it hangs
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
@@ -163,7 +158,6 @@ class Clock:
         self.steps += 1
         late, self._loss = self._loss, read_later(loss)
         self._began = self.elapsed()
-        faulthandler.dump_traceback_later(self.HANGS, file=sys.__stderr__)
         if late is None:
             return
         loss = self._checked(late(), self.steps - 1)
@@ -218,8 +212,6 @@ def read_later(tensor) -> Callable[[], float]:
 
 
 # --------------------------------------------------------------------------------------------------------------- loader
-
-
 class TokenStream:
     """The token shards of a split as one sequence."""
 
@@ -336,18 +328,17 @@ def log_result(
 
 def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
+    header = ("\t".join(COLUMNS) + "\n").encode()
     with open(path, "a+b", buffering=0) as file:
         if not lock(file, patience=60):
             print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
         file.seek(0)
         text = file.read()
-        columns = text.decode(errors="replace").partition("\n")[0].rstrip("\r").split("\t") if text else COLUMNS
-        if columns not in (COLUMNS, COLUMNS[:7]):
+        if text and not text.startswith(header):
             raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
         status, line = row()
-        line = "\t".join(line.split("\t")[: len(columns)])  # seven in a file that was begun before there was tokens_M
-        before = "" if text.endswith(b"\n") else "\n" if text else "\t".join(COLUMNS) + "\n"
-        data = f"{before}{line}\n".encode()
+        before = b"" if text.endswith(b"\n") else b"\n" if text else header
+        data = before + f"{line}\n".encode()
         if file.write(data) < len(data):
             file.truncate(len(text))
             raise OSError("the disk is full")

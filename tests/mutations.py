@@ -226,7 +226,7 @@ SECTIONS = [
         ('f"{description} [{reason}]" if reason', "description if reason"),
     ]),
     ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [
-        ('before = "" if text.endswith(b"\\n") else "\\n" if text', 'before = "" if text'),
+        ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
     ]),
 ]  # fmt: skip
 
