@@ -645,6 +645,7 @@ class Tokenizer:
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         self.bos_token_id = specials[BOS_TOKEN]
+        self.ranks = ranks
         self.fingerprint = fingerprint  # shards made by another tokenizer are refused
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
@@ -710,8 +711,7 @@ class Tokenizer:
 
     def token_bytes(self) -> list[int]:
         """Raw bytes of each token, 0 for special ones. (decode() would turn part of a character into 3 bytes.)"""
-        ordinary = range(self.get_vocab_size() - len(SPECIAL_TOKENS))
-        return [len(self.encoding.decode_single_token_bytes(i)) for i in ordinary] + [0] * len(SPECIAL_TOKENS)
+        return [len(token) for token in self.ranks] + [0] * len(SPECIAL_TOKENS)
 
 
 def get_token_bytes(device="cpu"):
@@ -868,12 +868,23 @@ class Unreachable(PrepareError):
 
 
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Starts a thread that downloads what is missing of `paths`, in order; each future ends with its download."""
+    """Starts a thread that downloads what is missing of `paths`, in order; each future ends with its download.
+
+    Raises Unreachable if the hub does not answer within seconds, not even with an error.
+    """
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
         os.environ.setdefault(name, "1")
+    from huggingface_hub.utils import get_session
+
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     hub = {"repo_id": repo, "repo_type": "dataset", "endpoint": endpoint}
     arriving = {path: Future() for path in paths if not path.exists()}
+    try:
+        if arriving:  # asked in a thread, as looking up a name has no timeout
+            ThreadPoolExecutor(1).submit(get_session().head, endpoint, timeout=5).result(timeout=8)
+    except Exception:
+        remedy = "go online, set HF_ENDPOINT to a mirror, or give --data DIR"
+        raise Unreachable(f"cannot reach {endpoint}: {remedy}") from None
 
     def work() -> None:
         for path, future in arriving.items():
@@ -882,27 +893,8 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
             except BaseException as error:
                 future.set_exception(error)
 
-    if arriving:
-        check_reachable(endpoint)
-        threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
+    threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
     return arriving
-
-
-def check_reachable(endpoint: str) -> None:
-    """Raises Unreachable if the hub does not answer within seconds, not even with an error."""
-    from huggingface_hub.utils import get_session
-
-    answers = []
-
-    def ask() -> None:
-        with suppress(Exception):
-            answers.append(get_session().head(endpoint, timeout=5))
-
-    thread = threading.Thread(target=ask, daemon=True)  # a thread, as looking up a name has no timeout
-    thread.start()
-    thread.join(timeout=8)
-    if not answers:
-        raise Unreachable(f"cannot reach {endpoint}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
 
 
 def download(path: Path, hub: dict[str, str]) -> None:

@@ -282,7 +282,10 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
         with pytest.raises(prepare.Unreachable, match=f"cannot reach {endpoint}: go online"):
             prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
     with FaultyServer({}) as server:
-        prepare.check_reachable(server.url)  # 404 is an answer
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        (download,) = prepare.download_ahead("some/data", [tmp_path / "a.parquet"]).values()
+        with pytest.raises(PrepareError, match="404"):  # which is an answer
+            download.result(60)
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 
