@@ -248,10 +248,8 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
-
-    Train windows come shuffled, those of val in order.
-    """
+    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later. Train windows
+    come shuffled, those of val in order."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -276,17 +274,16 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "da
 
 def read_results(path: str | Path | None = None) -> list[dict]:
     """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped; rows of seven had no tokens_M."""
-    rows, data = [], b""
+    rows, text = [], ""
     with suppress(OSError):
-        data = Path(path or RESULTS).read_bytes()
-    for line in data.decode(errors="replace").split("\n"):
-        fields = line.removesuffix("\r").split("\t")
+        text = Path(path or RESULTS).read_text("utf-8", errors="replace")
+    for line in text.split("\n"):
+        fields = line.split("\t")
         with suppress(ValueError):
             row = dict(zip(COLUMNS, fields + ["0.0"] * (len(fields) == 7), strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
-            finite = math.isfinite(row["val_bpb"] + row["memory_gb"] + row["tokens_M"])
-            if row["status"] in ("keep", "discard", "crash") and finite:
-                rows.append(row)
+            numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+            if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
+                rows.append(row | numbers)
     return rows
 
 
@@ -695,10 +692,8 @@ class Tokenizer:
         return self.bos_token_id
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token).
-
-        The names of special tokens are ordinary text when they occur in it.
-        """
+        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token), whose name
+        is ordinary text when it occurs in one."""
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -736,12 +731,10 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         data = np.memmap(path, "<u2", "r")
         magic, n, tokenizer, checksum = HEADER.unpack_from(data)
         tokens = data[HEADER.size // 2 :][:n]
-        if magic != MAGIC:
-            raise ValueError("not a token shard of version 1")
+        if (magic, tokenizer) != (MAGIC, fingerprint):
+            raise ValueError("not a token shard, or made by another tokenizer")
         if not 0 < n == len(tokens):
             raise ValueError(f"{data.nbytes} bytes do not hold {n} tokens")
-        if tokenizer != fingerprint:
-            raise ValueError("made by another tokenizer")
         if verify and hashlib.sha256(tokens).digest() != checksum:
             raise ValueError("damaged tokens")
     except (OSError, ValueError, struct.error) as error:
@@ -868,10 +861,8 @@ class Unreachable(PrepareError):
 
 
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Starts a thread that downloads what is missing of `paths`, in order; each future ends with its download.
-
-    Raises Unreachable if the hub does not answer within seconds, not even with an error.
-    """
+    """Starts a thread that downloads what is missing of `paths`, in order; each future ends with its download. Raises
+    Unreachable if the hub does not answer within seconds, not even with an error."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
         os.environ.setdefault(name, "1")
     from huggingface_hub.utils import get_session
