@@ -75,6 +75,14 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
     assert tree(prepared) == before
 
 
+def test_a_parquet_file_with_damaged_pages_is_one_line(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "data" / "a.parquet"
+    write_parquet(path, texts(0))
+    path.write_bytes(b"PAR1" + bytes(500) + path.read_bytes()[504:])
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    assert "delete or replace it" in fails(capsys, monkeypatch, "--data", str(tmp_path / "data"))
+
+
 def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
     run = run_prepare("--data", tmp_path, cache=tmp_path / "cache")
     assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run

@@ -259,6 +259,12 @@ def prepared_before(folder: Path) -> Path:
     return directory
 
 
+def delete_train(folder: Path) -> None:
+    """As the line says."""
+    for file in folder.glob("train_*"):
+        file.unlink()
+
+
 def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test_split(
     tmp_path, cache, capsys, monkeypatch
 ):
@@ -269,13 +275,13 @@ def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(folder)])
     prepare.main()
     line, ready = capsys.readouterr().out.splitlines()[-2:]
-    assert line.startswith(f"no test split in {old} yet: delete {old / 'train_shards'} and run prepare.py again (moves")
+    assert line.startswith(f"no test split in {old} yet: delete {old}/train_* and run prepare.py again (moves 5%")
     assert ready.startswith(f"ready: {prepare.dataset_id(old)}, ") and ready.endswith(f" val tokens, in {old}")
     assert prepare.current_dataset() == old and tree(old) == before
     with pytest.raises(PrepareError, match=r"no test split in .* yet: delete"):
         prepare.TokenStream(Tokenizer.from_directory(), "test")
 
-    (old / "train_shards").unlink()  # as the line says
+    delete_train(old)
     prepare.main()
     splits = splits_of(prepare.current_dataset())
     assert not {*splits["train"], *splits["val"]} & {*splits["test"]} and len(splits["test"]) >= 12
@@ -291,9 +297,9 @@ def test_climbmix_prepared_before_gets_its_test_split_as_its_line_says(cache, ca
     (folder / "test_00000.bin").unlink()
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix"])
     prepare.main()
-    assert f"no test split in {folder} yet: delete {folder / 'train_shards'} and run" in capsys.readouterr().out
+    assert f"no test split in {folder} yet: delete {folder}/train_* and run" in capsys.readouterr().out
     assert not (folder / "test_00000.bin").exists()
-    (folder / "train_shards").unlink()
+    delete_train(folder)
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix", "--num-shards", "1"])
     prepare.main()
     assert tree(folder) == before and (folder / "test_00000.bin").read_bytes() == test
