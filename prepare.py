@@ -54,8 +54,7 @@ EVAL_TOKENS = 2**22  # targets scored, or all where the validation split holds f
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]
-BOS_TOKEN = SPECIAL_TOKENS[0]
+SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
 # The tokenizer sees the first train shard only, so that it does not depend on --num-shards, and of that at most so many
 # characters in all and of a document. Measured on held-out English: 4 / 8 / 16 / 66 / 155 M characters give 3.881 /
@@ -641,8 +640,7 @@ class Tokenizer:
     def __init__(self, ranks: dict[bytes, int], fingerprint: bytes = b"", directory: Path | None = None):
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        self.bos_token_id = specials[BOS_TOKEN]
-        self.ranks = ranks
+        self.ranks, self.bos_token_id = ranks, specials[SPECIAL_TOKENS[0]]
         self.fingerprint = fingerprint  # shards made by another tokenizer are refused
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
