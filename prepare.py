@@ -7,10 +7,8 @@ train.py imports from here; nobody edits this file during research. It grew out 
     python prepare.py --data DIR           # a folder of .parquet (column `text`) or of .txt
 
 The cache (--cache, else $AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds one folder per dataset and `current`,
-the name of the one prepared last. In a folder: `tokenizer.txt`, token shards `train_00000.bin` ..., `val_00000.bin`,
-`test_00000.bin`, and, written last, `train_shards`, the number of the first. Files are made under a temporary name and
-then renamed: an interrupted run leaves whole ones, and the next run goes on from there. Nothing in the cache is ever
-executed or unpickled.
+the name of the one prepared last. Files are made under a temporary name and then renamed: an interrupted run leaves
+whole ones, and the next run goes on from there. Nothing in the cache is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import errno
 import faulthandler
 import fcntl
 import gc
@@ -27,7 +24,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -38,12 +34,11 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -59,8 +54,7 @@ EVAL_TOKENS = 2**22  # targets scored, or all where the validation split holds f
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]
-BOS_TOKEN = SPECIAL_TOKENS[0]
+SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
 # The tokenizer sees the first train shard only, so that it does not depend on --num-shards, and of that at most so many
 # characters in all and of a document. Measured on held-out English: 4 / 8 / 16 / 66 / 155 M characters give 3.881 /
@@ -75,8 +69,6 @@ class PrepareError(Exception):
 
 
 # --------------------------------------------------------------------------------------------------------------- metric
-
-
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
     """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats over sum of raw bytes, BOS in neither.
 
@@ -105,8 +97,6 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
-
-
 class Clock:
     """Wall time from the first training step to the end of the last, loading included. It drives every schedule.
 
@@ -135,7 +125,6 @@ class Clock:
     def start(self) -> None:
         gc.collect()
         gc.disable()  # a collection would stall a step by half a second
-        self._watch()
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -153,6 +142,7 @@ class Clock:
 
     def running(self) -> bool:
         """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)  # where it hangs
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
@@ -167,7 +157,6 @@ class Clock:
         self.steps += 1
         late, self._loss = self._loss, read_later(loss)
         self._began = self.elapsed()
-        self._watch()
         if late is None:
             return
         loss = self._checked(late(), self.steps - 1)
@@ -196,9 +185,6 @@ class Clock:
         if self._printed >= 0 and sys.stdout.isatty():
             print(flush=True)  # below the live line
 
-    def _watch(self) -> None:
-        faulthandler.dump_traceback_later(120, file=sys.__stderr__)
-
     def _checked(self, loss: float, step: int) -> float:
         if not loss < 100:  # NaN included
             raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
@@ -225,15 +211,13 @@ def read_later(tensor) -> Callable[[], float]:
 
 
 # --------------------------------------------------------------------------------------------------------------- loader
-
-
 class TokenStream:
     """The token shards of a split as one sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, split: str):
+    def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
         assert split in ("train", "val", "test"), f"split is train, val or test, not {split}"
-        shards = open_shards(tokenizer.directory, split, tokenizer.fingerprint)
-        self.tokens = [shard.tokens for shard in shards]
+        shards = [open_shard(path, tokenizer.fingerprint, verify) for path in shard_paths(tokenizer.directory, split)]
+        self.tokens, self.checksums = zip(*shards, strict=True)
         self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
 
     def __len__(self) -> int:
@@ -263,29 +247,23 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later.
-
-    Train windows come shuffled, those of val in order.
-    """
+    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda, or else cpu); y is x one token later. Train windows
+    come shuffled, those of val in order."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     stream = TokenStream(tokenizer, split)
     if len(stream) <= T:
         raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
-
-    def batches() -> Iterator:
-        order = windows(len(stream), T, shuffle=split == "train")
-        while True:
-            # Pinned memory is copied while the GPU computes, and PyTorch reuses it once the copy is done
-            batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
-            for x, y in zip(*batch.numpy(), strict=True):
-                start, epoch = next(order)
-                tokens = stream.read(start, T + 1)
-                x[:], y[:] = tokens[:-1], tokens[1:]
-            yield *batch.to(device, non_blocking=True), epoch
-
-    return batches()
+    order = windows(len(stream), T, shuffle=split == "train")
+    while True:
+        # Pinned memory is copied while the GPU computes, and PyTorch reuses it once the copy is done
+        batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
+        for x, y in zip(*batch.numpy(), strict=True):
+            start, epoch = next(order)
+            tokens = stream.read(start, T + 1)
+            x[:], y[:] = tokens[:-1], tokens[1:]
+        yield *batch.to(device, non_blocking=True), epoch
 
 
 # ------------------------------------------------------------------------------------------------------------------ log
@@ -295,17 +273,16 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "da
 
 def read_results(path: str | Path | None = None) -> list[dict]:
     """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped; rows of seven had no tokens_M."""
-    rows, data = [], b""
+    rows, text = [], ""
     with suppress(OSError):
-        data = Path(path or RESULTS).read_bytes()
-    for line in data.decode(errors="replace").split("\n"):
-        fields = line.removesuffix("\r").split("\t")
+        text = Path(path or RESULTS).read_text("utf-8", errors="replace")
+    for line in text.split("\n"):
+        fields = line.split("\t")
         with suppress(ValueError):
             row = dict(zip(COLUMNS, fields + ["0.0"] * (len(fields) == 7), strict=True))
-            row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
-            finite = math.isfinite(row["val_bpb"] + row["memory_gb"] + row["tokens_M"])
-            if row["status"] in ("keep", "discard", "crash") and finite:
-                rows.append(row)
+            numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+            if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
+                rows.append(row | numbers)
     return rows
 
 
@@ -316,37 +293,26 @@ def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict 
 
 
 def log_result(
-    *,
-    val_bpb: float,
-    memory_gb: float,
-    gpu: str,
-    dataset: str,
-    tokens_M: float = 0.0,
-    reason: str = "",
-    commit: str | None = None,
-    description: str | None = None,
-    path: str | Path | None = None,
+    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", commit=None, description=None, path=None
 ) -> str:
     """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
     else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
-    A row that the file refuses goes to stderr."""
+    Commit and description are those of HEAD unless given. A row that the file refuses goes to stderr."""
     path = Path(path or RESULTS)
-    if commit is None or description is None:
-        head = git_head()
-        commit, description = commit or head[0], head[1] if description is None else description
-    if not math.isfinite(val_bpb):
-        reason = reason or f"val_bpb {val_bpb}"
+    head = git_head() if commit is None else (commit, "")
+    reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
+    description = head[1] if description is None else description
     description = f"{description} [{reason}]" if reason else description
-    commit, description, gpu, dataset = map(clean, (commit[:7], description, gpu, dataset))
+    commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
+    if reason:
+        val_bpb = memory_gb = tokens_M = 0.0
 
     def row() -> tuple[str, str]:
-        if reason:
-            status, numbers, trained = "crash", ("0.000000", "0.0"), "0.0"
-        else:
-            best = best_result(gpu, dataset, path)
-            status = "discard" if best and round(val_bpb, 6) >= best["val_bpb"] else "keep"
-            numbers, trained = (f"{val_bpb:.6f}", f"{memory_gb:.1f}"), f"{tokens_M:.1f}"
-        return status, "\t".join([commit, *numbers, status, description, gpu, dataset, trained])
+        best = best_result(gpu, dataset, path)
+        beaten = best and round(val_bpb, 6) >= best["val_bpb"]
+        status = "crash" if reason else "discard" if beaten else "keep"
+        fields = [commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset, f"{tokens_M:.1f}"]
+        return status, "\t".join(fields)
 
     try:
         return append_row(path, row)
@@ -358,31 +324,22 @@ def log_result(
 
 def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
-    header = "\t".join(COLUMNS)
-    while True:
-        with open(path, "a+b", buffering=0) as file:
-            if not lock(file, patience=60):
-                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
-            file.seek(0)
-            text = file.read()
-            lines = text.decode(errors="replace").splitlines()
-            if lines and lines[0].split("\t") == COLUMNS[:7]:  # begun before there was tokens_M
-                with new_file(path) as new:
-                    new.write("".join(f"{line}\t0.0\n" for line in lines).replace("\t0.0", "\ttokens_M", 1).encode())
-                continue
-            if lines and lines[0] != header:
-                raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
-            status, line = row()
-            before = "" if text.endswith(b"\n") else "\n" if text else f"{header}\n"
-            data = f"{before}{line}\n".encode()
-            if file.write(data) != len(data):
-                file.truncate(len(text))
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    return status
-        # the file was replaced (by git, say) while we held it: the row belongs into the new one
+    header = ("\t".join(COLUMNS) + "\n").encode()
+    with open(path, "a+b", buffering=0) as file:
+        if not lock(file, patience=60):
+            print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+        file.seek(0)
+        text = file.read()
+        if text and not text.startswith(header):
+            raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
+        status, line = row()
+        before = b"" if text.endswith(b"\n") else b"\n" if text else header
+        data = before + f"{line}\n".encode()
+        if file.write(data) < len(data):
+            file.truncate(len(text))
+            raise OSError("the disk is full")
+        os.fsync(file.fileno())
+        return status
 
 
 def clean(field: str) -> str:
@@ -412,7 +369,14 @@ def run(train: Callable, build_model: Callable) -> None:
     numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
     a dataclass of numbers, `seq_len` and `device_batch_size` among them.
     """
-    args = parse_args()
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="numerics and size of this GPU, or cpu; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    args = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     try:
         device, gpu = pick_gpu(args.gpu)
@@ -425,19 +389,7 @@ def run(train: Callable, build_model: Callable) -> None:
         sys.exit(f"train.py: {error}")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
-    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
-    parser.add_argument("--gpu", metavar="NAME", help="numerics and size of this GPU, or cpu; such a run is not logged")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
-    return parser.parse_args()
-
-
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
     peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
 
@@ -500,6 +452,13 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
     # All of the row that another prepare.py or commit could change meanwhile
     commit, description = git_head()
     row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
+
+    def log(**numbers) -> str:
+        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
+        status = log_result(**row, **numbers) if logged else f"not logged: {' and '.join(by_hand)} set by hand"
+        handle_signals(signal.SIG_DFL)  # from here on a signal just ends the process
+        return status
+
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
@@ -510,18 +469,11 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
             raise FloatingPointError(f"val_bpb is {val_bpb}")
     except BaseException as error:
         clock.release()
-        if logged:
-            handle_signals(signal.SIG_IGN)
-            log_result(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error), **row)
-        handle_signals(signal.SIG_DFL)
+        log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
         raise
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
     tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
-    status = f"not logged: {' and '.join(by_hand)} set by hand"
-    if logged:
-        handle_signals(signal.SIG_IGN)
-        status = log_result(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens, **row)
-    handle_signals(signal.SIG_DFL)  # the row is written: from here on a signal just ends the process
+    status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
     evaluated = time.perf_counter() - start
     if status != "discard":
         save_weights(model)
@@ -545,8 +497,8 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
         **row,
     }
     if compared and tokens < 0.9 * compared["tokens_M"]:
-        summary["slower"] = f"{tokens:.1f} M tokens, where {compared['commit']}, the best so far, saw "
-        summary["slower"] += f"{compared['tokens_M']:.1f} M: a slower model, or a busy machine"
+        best = f"{compared['commit']}, the best so far, saw {compared['tokens_M']:.1f} M"
+        summary["slower"] = f"{tokens:.1f} M tokens, where {best}: a slower model, or a busy machine"
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")
@@ -583,7 +535,6 @@ def process_seconds() -> float:
 
 def save_weights(model) -> None:
     """Weights in fp16, for --sample, and the config, by rename. A full disk costs them, not the run."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
@@ -591,7 +542,7 @@ def save_weights(model) -> None:
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         print(f"train.py: {WEIGHTS.name} could not be written: {error}", file=sys.stderr)
     finally:
         part.unlink(missing_ok=True)
@@ -599,17 +550,15 @@ def save_weights(model) -> None:
 
 def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
     """The model that the last kept run has saved."""
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     if not WEIGHTS.exists():
         raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
     try:
-        with safe_open(WEIGHTS, "pt") as file:
-            config = json.loads(file.metadata()["config"])
-        model = build_model(config, device, capability)
-        model.load_state_dict(load_file(WEIGHTS, device=str(device)))
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        with safe_open(WEIGHTS, "pt", device=str(device)) as file:
+            model = build_model(json.loads(file.metadata()["config"]), device, capability)
+            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+    except Exception as error:
         raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
     return model
 
@@ -656,17 +605,15 @@ def current_dataset() -> Path:
 def new_file(path: Path) -> Iterator:
     """A binary file that appears under its name when the block ends well: whole, and on disk."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # an interrupted run's, or a stranger's link to elsewhere
     try:
-        temporary.unlink(missing_ok=True)  # an interrupted run's, or a stranger's link to elsewhere
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def lock(file, patience: float, message: str = "") -> bool:
@@ -693,17 +640,15 @@ class Tokenizer:
     def __init__(self, ranks: dict[bytes, int], fingerprint: bytes = b"", directory: Path | None = None):
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        self.bos_token_id = specials[BOS_TOKEN]
+        self.ranks, self.bos_token_id = ranks, specials[SPECIAL_TOKENS[0]]
         self.fingerprint = fingerprint  # shards made by another tokenizer are refused
         self.directory = directory  # where its shards are, even if another dataset becomes current during a run
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
         """Reads tokenizer.txt from `directory` (None: that of the dataset prepared last)."""
-        path = (Path(directory) if directory else current_dataset()) / "tokenizer.txt"
+        path = Path(directory or current_dataset()) / "tokenizer.txt"
         try:
-            if path.stat().st_size > 2**24:
-                raise ValueError("too large")
             data = path.read_bytes()
             ranks = {base64.b64decode(line.partition(b" ")[0]): i for i, line in enumerate(data.splitlines())}
             every_byte = {bytes([byte]) for byte in range(256)}
@@ -745,10 +690,8 @@ class Tokenizer:
         return self.bos_token_id
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token).
-
-        The names of special tokens are ordinary text when they occur in it.
-        """
+        """Token ids of a text, or of each text in a list, after `prepend` (id or name of a special token), whose name
+        is ordinary text when it occurs in one."""
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -761,8 +704,7 @@ class Tokenizer:
 
     def token_bytes(self) -> list[int]:
         """Raw bytes of each token, 0 for special ones. (decode() would turn part of a character into 3 bytes.)"""
-        ordinary = range(self.get_vocab_size() - len(SPECIAL_TOKENS))
-        return [len(self.encoding.decode_single_token_bytes(i)) for i in ordinary] + [0] * len(SPECIAL_TOKENS)
+        return [len(token) for token in self.ranks] + [0] * len(SPECIAL_TOKENS)
 
 
 def get_token_bytes(device="cpu"):
@@ -773,39 +715,32 @@ def get_token_bytes(device="cpu"):
 
 
 # --------------------------------------------------------------------------------------------------------- token shards
-# A header of 128 bytes, then the tokens as uint16, all little-endian. Earlier versions of this program wrote an index
-# of the documents after the tokens; it is ignored.
+# A header of 128 bytes, then the tokens as uint16, all little-endian. Whatever follows them is ignored.
 
 MAGIC = b"tokshard\1\0\0\0"  # with version 1
 HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
 
-
-@dataclass(frozen=True)
-class TokenShard:
-    tokens: np.ndarray  # (tokens,) uint16, memory-mapped
-    checksum: bytes  # of the tokens
+NO_TEST = "no test split in {0} yet: delete {0}/train_* and run prepare.py again (moves 5% of a folder's train)"
 
 
-def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> TokenShard:
+def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
+    """Its tokens, (n,) uint16, memory-mapped, and their SHA-256."""
     try:
-        with open(path, "rb") as file:
-            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
-            if len(header) < HEADER.size or not header.startswith(MAGIC):
-                raise ValueError("not a token shard of version 1")
-            _, n, tokenizer, checksum = HEADER.unpack(header)
-            if not 0 < n <= (size - HEADER.size) // 2:
-                raise ValueError(f"{size} bytes do not hold {n} tokens")
-            if tokenizer != fingerprint:
-                raise ValueError("made by another tokenizer")
-            tokens = np.memmap(file, "<u2", "r", HEADER.size, (n,))
-            if verify and hashlib.sha256(tokens).digest() != checksum:
-                raise ValueError("damaged tokens")
-    except (OSError, ValueError) as error:
+        data = np.memmap(path, "<u2", "r")
+        magic, n, tokenizer, checksum = HEADER.unpack_from(data)
+        tokens = data[HEADER.size // 2 :][:n]
+        if (magic, tokenizer) != (MAGIC, fingerprint):
+            raise ValueError("not a token shard, or made by another tokenizer")
+        if not 0 < n == len(tokens):
+            raise ValueError(f"{data.nbytes} bytes do not hold {n} tokens")
+        if verify and hashlib.sha256(tokens).digest() != checksum:
+            raise ValueError("damaged tokens")
+    except (OSError, ValueError, struct.error) as error:
         raise PrepareError(f"{path}: {error}; delete it and run prepare.py again") from None
-    return TokenShard(tokens, checksum)
+    return tokens, checksum
 
 
-def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = False) -> list[TokenShard]:
+def shard_paths(directory: Path, split: str) -> list[Path]:
     count = b""
     with suppress(OSError):
         count = (directory / "train_shards").read_bytes()
@@ -813,21 +748,15 @@ def open_shards(directory: Path, split: str, fingerprint: bytes, verify: bool = 
         raise PrepareError(f"{directory} is not prepared to the end: run prepare.py again")
     paths = [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
     if split == "test" and not paths[0].exists():
-        raise PrepareError(no_test_split(directory))
-    return [open_shard(path, fingerprint, verify) for path in paths]
-
-
-def no_test_split(directory: Path) -> str:
-    effect = "" if directory.name in HUB else f" (moves 5% of train to test, unless you add a {TEST_FILE})"
-    return f"no test split in {directory} yet: delete {directory / 'train_shards'} and run prepare.py again{effect}"
+        raise PrepareError(NO_TEST.format(directory))
+    return paths
 
 
 def dataset_id(directory: Path | None = None) -> str:
     """Name and fingerprint of all tokens of train and val, such as `climbmix-1a2b3c4d`. Results compare only on one."""
     tokenizer = Tokenizer.from_directory(directory)
-    shards = [s for split in ("train", "val") for s in open_shards(tokenizer.directory, split, tokenizer.fingerprint)]
-    fingerprint = hashlib.sha256(b"".join(shard.checksum for shard in shards)).hexdigest()[:8]
-    return f"{tokenizer.directory.name.partition('@')[0]}-{fingerprint}"
+    checksums = TokenStream(tokenizer, "train").checksums + TokenStream(tokenizer, "val").checksums
+    return f"{tokenizer.directory.name.partition('@')[0]}-{hashlib.sha256(b''.join(checksums)).hexdigest()[:8]}"
 
 
 # ------------------------------------------------------------------------------------------------------ sources of text
@@ -835,17 +764,7 @@ def dataset_id(directory: Path | None = None) -> str:
 HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
 
-
-@dataclass(frozen=True)
-class Part:
-    """Documents [start, stop) of a file, or of the standard library's folder."""
-
-    path: Path
-    start: int = 0
-    stop: int | None = None
-    hub: dict[str, str] | None = None  # for huggingface_hub, if the file has to be downloaded
-
-
+Part = tuple[Path, int, int | None]  # documents [start, stop) of a file, or of the standard library's folder
 Splits = tuple[list[Part], list[Part], list[Part]]  # train (one shard per part), val, test
 
 
@@ -855,87 +774,74 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-    def part(file: str, start: int = 0, stop: int | None = None) -> Part:
-        hub = {"repo_id": HUB[data], "repo_type": "dataset", "filename": file, "endpoint": endpoint}
-        return Part(cache_dir() / data / "raw" / file, start, stop, hub)
-
+    raw = cache_dir() / data / "raw"
     if data == "climbmix":
-        return [part(f"shard_{i:05d}.parquet") for i in range(num_shards)], [part(VAL_FILE)], [part(TEST_FILE)]
+        train = [(raw / f"shard_{i:05d}.parquet", 0, None) for i in range(num_shards)]
+        return train, [(raw / VAL_FILE, 0, None)], [(raw / TEST_FILE, 0, None)]
     # split as its dataset card suggests: 10,000 stories for test, 10,000 for validation, then train
-    file, size = "tinystories_gpt4_clean.parquet", 250_000
-    train = [part(file, start, start + size) for start in range(20_000, 20_000 + num_shards * size, size)]
-    return train, [part(file, 10_000, 20_000)], [part(file, 0, 10_000)]
+    file, size = raw / "tinystories_gpt4_clean.parquet", 250_000
+    train = [(file, start, start + size) for start in range(20_000, 20_000 + num_shards * size, size)]
+    return train, [(file, 10_000, 20_000)], [(file, 0, 10_000)]
+
+
+def local_files(data: str) -> tuple[str, list[Path]]:
+    """The name of the dataset and its files; the last one validates."""
+    if data == "embedded":  # this Python's standard library, treated as a single file
+        return "embedded@{}.{}.{}".format(*sys.version_info), [Path(sysconfig.get_path("stdlib"))]
+    if not Path(data).is_dir():
+        raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
+    files = sorted(Path(data).glob("*.parquet")) or sorted(Path(data).glob("*.txt"))
+    if not files:
+        raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
+    files.sort(key=lambda file: file.name == VAL_FILE)
+    identity = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    label = re.sub(r"[^\w.-]+", "-", Path(data).resolve().name, flags=re.ASCII).lstrip(".-") or "folder"
+    return f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}", files
 
 
 def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
     """Validates on the last file, or the last 5% of a single one. Tests on test_files, or the 5% before validation."""
-    parts = []
-    for file in files:
-        parquet = file.suffix == ".parquet"
-        count = open_parquet(file).metadata.num_rows if parquet else sum(1 for _ in documents(Part(file)))
-        parts.append(Part(file, 0, count))
-    total = sum(part.stop for part in parts)
-    twentieth = max(1, total // 20)
-    val = total - (parts[-1].stop if len(parts) > 1 else twentieth)  # the first document of the split
-    test = val - (0 if test_files else twentieth)
+    borders = [0, *itertools.accumulate(sum(1 for _ in documents(file)) for file in files)]
+    twentieth = max(1, borders[-1] // 20)
+    val = borders[-2] if len(files) > 1 else borders[-1] - twentieth  # the first document of the split
+    test = val if test_files else val - twentieth
     if test < 1:
         raise PrepareError(f"{files[0].parent} has too few documents for train, validation and test: give it more text")
 
     def take(start: int, stop: int) -> list[Part]:
-        taken = []
-        for part in parts:
-            first, last = max(0, start), min(part.stop, stop)
-            if first < last:
-                taken.append(replace(part, start=first, stop=last))
-            start, stop = start - part.stop, stop - part.stop
-        return taken
+        spans = zip(files, borders, borders[1:], strict=False)
+        cuts = [(file, max(start, first) - first, min(stop, last) - first) for file, first, last in spans]
+        return [cut for cut in cuts if cut[1] < cut[2]]
 
-    return take(0, test)[:num_shards], take(val, total), take(test, val) or [Part(file) for file in test_files]
+    tests = [(file, 0, None) for file in test_files] or take(test, val)
+    return take(0, test)[:num_shards], take(val, borders[-1]), tests
 
 
-def documents(part: Part) -> Iterator[str]:
-    """The part's texts in order, without the empty ones."""
-    root = part.path
-    if root.suffix == ".parquet":
-        return filter(None, parquet_column(part))
-    if root.is_dir():  # Python modules, ordered by the hash of their names so that each split gets all kinds
+def documents(path: Path) -> Iterator[str | None]:
+    """All texts of a file in order; in a parquet file some may be empty."""
+    if path.suffix == ".parquet":
+        yield from parquet_column(path)
+    elif path.is_dir():  # Python modules, ordered by the hash of their names so that each split gets all kinds
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
-        names = [name for path in root.rglob("*.py") if not skip & set((name := path.relative_to(root)).parts)]
+        names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-        texts = ((root / name).read_text("utf-8", errors="replace") for name in names)
+        yield from filter(None, ((path / name).read_text("utf-8", errors="replace") for name in names))
     else:  # a document ends at <|endoftext|>, or at the last newline within 64 Ki characters: a book is many
-        books = root.read_text("utf-8", errors="replace").split("<|endoftext|>")
-        pieces = (re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n")) for book in books)
-        texts = itertools.chain.from_iterable(pieces)
-    return itertools.islice(filter(None, texts), part.start, part.stop)
+        for book in path.read_text("utf-8", errors="replace").split("<|endoftext|>"):
+            yield from re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n"))
 
 
-def parquet_column(part: Part) -> Iterator[str | None]:
-    file, row = open_parquet(part.path), 0
-    stop = file.metadata.num_rows if part.stop is None else part.stop
-    try:
-        for batch in file.iter_batches(256, columns=["text"]):
-            yield from batch.column(0)[max(0, part.start - row) : max(0, stop - row)].to_pylist()
-            row += len(batch)
-            if row >= stop:
-                return
-    except Exception as error:
-        raise PrepareError(f"{part.path} is damaged: delete or replace it, run again ({one_line(error)})") from None
-
-
-def open_parquet(path: Path):
-    """A pyarrow.parquet.ParquetFile with a string column `text`."""
+def parquet_column(path: Path) -> Iterator[str | None]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-        if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
-            raise TypeError(f"its column `text` has the type {kind}")
-        return file
+        with pq.ParquetFile(path) as file:
+            if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
+                raise TypeError(f"its column `text` has the type {kind}")
+            for batch in file.iter_batches(256, columns=["text"]):
+                yield from batch.column(0).to_pylist()
     except Exception as error:
-        problem = f"{path} is not a parquet file with a column `text` of strings ({one_line(error)})"
+        problem = f"{path} is damaged, or no parquet file with a column `text` of strings ({one_line(error)})"
         raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
@@ -952,56 +858,42 @@ class Unreachable(PrepareError):
     """The hub does not answer at all."""
 
 
-def download_ahead(parts: list[Part]) -> dict[Path, Future]:
-    """Starts a thread that downloads the missing files in the order of `parts`; each future ends with its download."""
+def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
+    """Starts a thread that downloads what is missing of `paths`, in order; each future ends with its download. Raises
+    Unreachable if the hub does not answer within seconds, not even with an error."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no requests but for the files
         os.environ.setdefault(name, "1")
-    missing = {part.path: part for part in parts if part.hub and not part.path.exists()}
-    arriving = {path: Future() for path in missing}
+    from huggingface_hub.utils import get_session
+
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    hub = {"repo_id": repo, "repo_type": "dataset", "endpoint": endpoint}
+    arriving = {path: Future() for path in paths if not path.exists()}
+    try:
+        if arriving:  # asked in a thread, as looking up a name has no timeout
+            ThreadPoolExecutor(1).submit(get_session().head, endpoint, timeout=5).result(timeout=8)
+    except Exception:
+        remedy = "go online, set HF_ENDPOINT to a mirror, or give --data DIR"
+        raise Unreachable(f"cannot reach {endpoint}: {remedy}") from None
 
     def work() -> None:
-        for path, part in missing.items():
+        for path, future in arriving.items():
             try:
-                arriving[path].set_result(download(part))
+                future.set_result(download(path, hub))
             except BaseException as error:
-                arriving[path].set_exception(error)
+                future.set_exception(error)
 
-    if missing:
-        check_reachable(next(iter(missing.values())))
-        threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
+    threading.Thread(target=work, daemon=True).start()  # daemon: Ctrl-C does not wait for it
     return arriving
 
 
-def check_reachable(part: Part) -> None:
-    """Raises Unreachable if the hub does not answer within seconds, not even with an error.
-
-    In a thread, as looking up a name has no timeout, and some versions of huggingface_hub retry for half a minute.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    url, answer = hf_hub_url(**part.hub), queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answer.put(get_hf_file_metadata(url, timeout=5))
-        except Exception as error:
-            answer.put(getattr(error, "response", None))
-
-    threading.Thread(target=ask, daemon=True).start()
-    with suppress(queue.Empty):
-        if answer.get(timeout=8) is not None:
-            return
-    raise Unreachable(f"cannot reach {url}: go online, set HF_ENDPOINT to a mirror, or give --data DIR")
-
-
-def download(part: Part) -> None:
+def download(path: Path, hub: dict[str, str]) -> None:
     """hf_hub_download resumes broken transfers and honours Retry-After; other failures are retried here."""
     from huggingface_hub import hf_hub_download
 
     for attempt in range(ATTEMPTS):
         try:
-            hf_hub_download(**part.hub, local_dir=part.path.parent)
-            open_parquet(part.path)
+            hf_hub_download(filename=path.name, local_dir=path.parent, **hub)
+            next(parquet_column(path), None)  # is it one?
             return
         except Exception as error:  # from requests, httpx or huggingface_hub, depending on its version
             if getattr(error, "errno", None):  # from the disk
@@ -1009,12 +901,12 @@ def download(part: Part) -> None:
             cause = error.__cause__ or error
             status = getattr(getattr(cause, "response", None), "status_code", 0)
             if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: not to be resumed
-                part.path.unlink(missing_ok=True)
-                shutil.rmtree(part.path.parent / ".cache", ignore_errors=True)
+                path.unlink(missing_ok=True)
+                shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
-            raise PrepareError(f"{part.path.name} of {part.hub['repo_id']}: {one_line(cause)}; {remedy}")
-        print(f"{part.path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
+            raise PrepareError(f"{path.name} of {hub['repo_id']}: {one_line(cause)}; {remedy}")
+        print(f"{path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
 
@@ -1029,33 +921,17 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
         except Unreachable:
             print("NO NETWORK: falling back to the embedded corpus, the source text of this Python's standard library.")
             print("Its val_bpb compares with no other. For real text go online, set HF_ENDPOINT, or give --data DIR.")
-            data = "embedded"
-
-    files, test_files = [], []
-    if data in HUB:
-        name = data
-    elif data == "embedded":  # this Python's standard library, treated as a single file
-        files, name = [Path(sysconfig.get_path("stdlib"))], "embedded@{}.{}.{}".format(*sys.version_info)
-    elif Path(data).is_dir():
-        files = sorted(Path(data).glob("*.parquet")) or sorted(Path(data).glob("*.txt"))
-        files.sort(key=lambda file: file.name == VAL_FILE)  # the last one validates
-        identity = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
-        label = re.sub(r"[^\w.-]+", "-", Path(data).resolve().name, flags=re.ASCII).lstrip(".-") or "folder"
-        name = f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-        test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
-        files = [file for file in files if file not in test_files]
-        if not files:
-            raise PrepareError(f"no .parquet or .txt in {data}: give --data another folder, or {' or '.join(HUB)}")
-    else:
-        raise PrepareError(f"--data {data} is no folder, and none of {', '.join(HUB)}, embedded: check the spelling")
+            return prepare("embedded", num_shards)
+    name, files = (data, []) if data in HUB else local_files(data)
+    test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
+    files = [file for file in files if file not in test_files]
     if files:
         num_shards = min(num_shards or len(files), max(1, len(files) - 1))
-
-    directory = cache_dir() / name
-    ready = is_ready(directory, num_shards)
-    if test_files:  # used to be for training
-        ready = ready or is_ready(directory, num_shards + 1)
+    directory, ready = cache_dir() / name, False
     with suppress(PrepareError):
+        tokenizer = Tokenizer.from_directory(directory)
+        TokenStream(tokenizer, "val")
+        ready = num_shards in (None, len(TokenStream(tokenizer, "train").tokens))  # None: any number
         if ready and current_dataset() == directory:
             return directory
     cache_dir().mkdir(parents=True, exist_ok=True)
@@ -1063,44 +939,31 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
         lock(file, math.inf, f"another prepare.py is at work in {cache_dir()}: waiting for it")
         if not ready:
             splits = file_splits(files, test_files, num_shards) if files else hub_splits(data, num_shards)
-            build(directory, *splits)
+            build(directory, *splits, HUB.get(data))
         with new_file(cache_dir() / "current") as current:
             current.write(f"{name}\n".encode())
     return directory
 
 
-def is_ready(directory: Path, num_shards: int | None) -> bool:
-    """Whether train and val are complete, with that many train shards (None: any number)."""
-    try:
-        fingerprint = Tokenizer.from_directory(directory).fingerprint
-        open_shards(directory, "val", fingerprint)
-        return num_shards in (None, len(open_shards(directory, "train", fingerprint)))
-    except PrepareError:
-        return False
-
-
-def build(directory: Path, train: list[Part], val: list[Part], test: list[Part]) -> None:
+def build(directory: Path, train: list[Part], val: list[Part], test: list[Part], repo: str | None = None) -> None:
     """Makes what is missing, test first. While one file is tokenized the next ones are downloaded."""
-    if not test[0].hub and not (directory / "test_00000.bin").exists():
-        for shard in directory.glob("train_*.bin"):  # made before there was a test split, they may contain it
-            shard.unlink()
     shards = {"test_00000.bin": test, "val_00000.bin": val}
     shards |= {f"train_{i:05d}.bin": [part] for i, part in enumerate(train)}
-    tokenizer = None
+    tokenizer, first = None, train[:1]
     with suppress(PrepareError):
-        tokenizer = Tokenizer.from_directory(directory)
-    for name in list(shards) if tokenizer else []:
-        with suppress(PrepareError):
-            open_shard(directory / name, tokenizer.fingerprint)
-            del shards[name]
-    first = train[:1] if not tokenizer else []
-    arriving = download_ahead(first + [part for parts in shards.values() for part in parts])
+        tokenizer, first = Tokenizer.from_directory(directory), []
+        for name in list(shards):
+            with suppress(PrepareError):
+                open_shard(directory / name, tokenizer.fingerprint)
+                del shards[name]
+    paths = [path for path, *_ in itertools.chain(first, *shards.values())]
+    arriving = download_ahead(repo, paths) if repo else {}
 
     def texts(parts: list[Part]) -> Iterator[str]:
-        for part in parts:
-            if part.path in arriving:
-                arriving[part.path].result()
-            yield from documents(part)
+        for path, start, stop in parts:
+            if path in arriving:
+                arriving[path].result()
+            yield from filter(None, itertools.islice(documents(path), start, stop))
 
     directory.mkdir(exist_ok=True)
     if first:
@@ -1116,7 +979,7 @@ def build(directory: Path, train: list[Part], val: list[Part], test: list[Part])
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
     """Makes a token shard. In threads, as tiktoken releases the GIL: 14 MB/s per core, where processes gave 17."""
-    bos, workers = np.array([tokenizer.get_bos_token_id()]), os.cpu_count() or 1
+    bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
 
     def batches() -> Iterator[list[str]]:
         batch, size = [], 0
@@ -1135,25 +998,16 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
             ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
         return np.concatenate(ids).astype("<u2")
 
-    def encoded() -> Iterator[np.ndarray]:  # only a few batches ahead, as a dataset may not fit into memory
-        with ThreadPoolExecutor(workers) as pool:
-            pending = deque()
-            for batch in batches():
-                pending.append(pool.submit(encode, batch))
-                if len(pending) > 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-
-    start, n, checksum = time.perf_counter(), 0, hashlib.sha256()
-    with new_file(path) as file:
+    start, n, checksum, waiting = time.perf_counter(), 0, hashlib.sha256(), batches()
+    with new_file(path) as file, ThreadPoolExecutor(workers) as pool:
         file.seek(HEADER.size)
-        for tokens in encoded():
-            file.write(tokens)
-            checksum.update(tokens)
-            n += len(tokens)
-            if n >= limit:
-                break
+        # only a few batches ahead, as a dataset may not fit into memory
+        while n < limit and (ahead := list(itertools.islice(waiting, 4 * workers))):
+            for tokens in pool.map(encode, ahead):
+                if n < limit:
+                    file.write(tokens)
+                    checksum.update(tokens)
+                    n += len(tokens)
         if n == 0:
             raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
         file.seek(0)
@@ -1175,14 +1029,11 @@ def main() -> None:
         os.environ["AUTORESEARCH_CACHE"] = args.cache
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-        fingerprint = Tokenizer.from_directory(directory).fingerprint
-        sizes = []
-        for split in ("train", "val", "test"):
-            if split == "test" and not (directory / "test_00000.bin").exists():
-                print(no_test_split(directory))
-                break
-            shards = open_shards(directory, split, fingerprint, args.verify)
-            sizes.append(f"{sum(len(shard.tokens) for shard in shards) / 1e6:.1f} M {split}")
+        tokenizer, splits = Tokenizer.from_directory(directory), ["train", "val", "test"]
+        if not (directory / "test_00000.bin").exists():
+            print(NO_TEST.format(directory))
+            splits.remove("test")
+        sizes = [f"{len(TokenStream(tokenizer, split, args.verify)) / 1e6:.1f} M {split}" for split in splits]
         print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:
         sys.exit(str(error))

@@ -40,9 +40,8 @@ def seconds(function, *args) -> np.ndarray:
 
 
 def download_all(shards: int) -> None:
-    for future in prepare.download_ahead(
-        [part for parts in prepare.hub_splits("climbmix", shards) for part in parts]
-    ).values():
+    paths = [path for parts in prepare.hub_splits("climbmix", shards) for path, *_ in parts]
+    for future in prepare.download_ahead(prepare.HUB["climbmix"], paths).values():
         future.result()
 
 

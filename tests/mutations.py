@@ -25,7 +25,7 @@ MODEL = ["test_reference_model.py"]
 OPTIMIZER = ["test_reference_optimizer.py"]
 WIRING = ["test_wiring.py"]
 METRIC = ["test_prepare.py", "-k", "bpb or target"]
-CLOCK = ["test_prepare.py", "-k", "clock or budget"]
+CLOCK = ["test_prepare.py", "-k", "clock or budget or loss"]
 LOADER = ["test_prepare.py", "-k", "batch or epoch or order or window or loader or borders"]
 LOG = ["test_prepare.py", "-k", "row or keep or log or status or kept or subject or git"]
 
@@ -195,7 +195,7 @@ SECTIONS = [
         ("return self.tokens < self.limit", "return self.tokens <= self.limit"),
         ("if not loss < 100:", "if loss >= 100:"),
         ("self._checked(self._loss(), self.steps)", "self._loss()"),
-        ("        self._began = self.elapsed()\n        self._watch()", "        self._watch()"),
+        ("        self._began = self.elapsed()\n", "\n"),
     ]),
     ("The loader", "prepare.py", LOADER, [
         ("x[:], y[:] = tokens[:-1], tokens[1:]", "x[:], y[:] = tokens[:-1], tokens[:-1]"),
@@ -217,14 +217,16 @@ SECTIONS = [
         ('(row["gpu"], row["dataset"]) == (gpu, dataset)', 'row["dataset"] == dataset'),
         ('for row in rows if row["status"] != "crash")', "for row in rows)"),
         ('for row in rows if row["status"] != "crash")', 'for row in rows if row["status"] == "keep")'),
-        ("if not math.isfinite(val_bpb):\n        reason =", "if False:\n        reason ="),
-        ("clean, (commit[:7], description", "clean, (commit, description"),
-        ("map(clean, (commit", "map(str, (commit"),
+        ('"" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}"', '""'),
+        ("clean, (head[0][:7], description", "clean, (head[0], description"),
+        ("map(clean, (head", "map(str, (head"),
         ("if not lock(file, patience=60):", "if False:"),
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
-        ('before = "" if text.endswith(b"\\n") else "\\n" if text', 'before = "" if text'),
         ('["0.0"] * (len(fields) == 7)', "[]"),
         ('f"{description} [{reason}]" if reason', "description if reason"),
+    ]),
+    ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [
+        ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
     ]),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
 import prepare
-from prepare import EVAL_TOKENS, Clock, Part, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, Clock, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
@@ -84,19 +84,16 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
-    documents = list(prepare.documents(Part(tmp_path / "book.txt")))
+    documents = list(prepare.documents(tmp_path / "book.txt"))
     assert "".join(documents) == lines + "x" * 200_000 + "the end"
     assert max(map(len, documents)) <= 2**16 and all(d.endswith("\n") for d in documents[:4]) and len(documents) < 12
 
 
-def test_parts_of_a_parquet_file_are_its_documents(tmp_path):
+def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path):
     documents = [f"document {i}" for i in range(1000)]
     documents[7], documents[300] = "", None
     write_parquet(tmp_path / "a.parquet", documents)
-    for start, stop in ((0, None), (0, 1), (24, 26), (25, 50), (299, 777), (999, 1000), (999, 5000), (1000, 1001)):
-        assert list(prepare.documents(Part(tmp_path / "a.parquet", start, stop))) == list(
-            filter(None, documents[start:stop])
-        )
+    assert list(prepare.documents(tmp_path / "a.parquet")) == documents
 
 
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
@@ -147,23 +144,23 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer, tmp_path):
     text = "a <|reserved_0|> b"
     assert tokenizer.get_bos_token_id() not in tokenizer.encode(text)
     write_parquet(tmp_path / "a.parquet", [text])
-    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
-    tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
+    prepare.tokenize(prepare.documents(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    tokens, _ = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint)
     assert list(tokens) == stream_of(tokenizer, [text])
 
 
 def test_a_million_spaces_do_not_overflow_the_pattern(tokenizer, tmp_path):
     write_parquet(tmp_path / "a.parquet", [" " * 1_000_000])
-    prepare.tokenize(prepare.documents(Part(tmp_path / "a.parquet")), tmp_path / "a.bin", tokenizer, math.inf)
-    tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint).tokens
+    prepare.tokenize(prepare.documents(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
+    tokens, _ = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint)
     assert tokenizer.decode(list(tokens[1:])) == " " * 1_000_000
 
 
 def test_shards_hold_each_document_after_bos(tokenizer, corpus):
-    for i in range(3):
-        shard = prepare.open_shards(tokenizer.directory, "train", tokenizer.fingerprint, verify=True)[i]
-        assert shard.tokens.dtype == np.uint16 and isinstance(shard.tokens, np.memmap)
-        assert list(shard.tokens) == stream_of(tokenizer, texts(i))
+    for i, tokens in enumerate(prepare.TokenStream(tokenizer, "train", verify=True).tokens):
+        assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
+        assert list(tokens) == stream_of(tokenizer, texts(i))
+    assert i == 2
 
 
 def test_another_dataset_made_current_during_a_run_does_not_change_the_runs_data(tokenizer, prepared, tmp_path):
@@ -432,7 +429,7 @@ def test_clock_counts_tokens_where_they_are_limited(now):
     now[0] += 1e6
     clock.advance(250, LOSS, 1)
     assert clock.progress() == 0.25 and clock.tokens_left() == 750 and clock.running()
-    clock.advance(900, LOSS, 1)
+    clock.advance(750, LOSS, 1)
     assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
 
 
@@ -526,13 +523,14 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert [row["status"] for row in prepare.read_results(log.path)].count("keep") == 5
 
 
-def test_a_log_of_seven_columns_is_read_and_gets_its_eighth(log):
-    header, row = "\t".join(prepare.COLUMNS[:7]), "1234567\t1.200000\t2.5\tkeep\ta\tT4\tclimbmix-1"
-    log.path.write_text(f"{header}\n{row}\n")
+def test_rows_of_seven_columns_are_read_and_go_on_under_the_header_of_eight(log, capsys):
+    header, row = "\t".join(prepare.COLUMNS), "1234567\t1.200000\t2.5\tkeep\ta\tT4\tclimbmix-1"
+    log.path.write_text(f"{header[:-9]}\n{row}\n")
     assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0)]
+    assert log(1.3) == "discard" and "its first line is not `commit" in capsys.readouterr().err
+    log.path.write_text(f"{header}\n{row}\n")  # as the message says
     assert log(1.3) == "discard"
-    lines = log.path.read_text().splitlines()
-    assert lines[:2] == ["\t".join(prepare.COLUMNS), f"{row}\t0.0"] and {line.count("\t") for line in lines} == {7}
+    assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0), (1.3, 39.3)]
 
 
 def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):

@@ -75,6 +75,14 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
     assert tree(prepared) == before
 
 
+def test_a_parquet_file_with_damaged_pages_is_one_line(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "data" / "a.parquet"
+    write_parquet(path, texts(0))
+    path.write_bytes(b"PAR1" + bytes(500) + path.read_bytes()[504:])
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    assert "delete or replace it" in fails(capsys, monkeypatch, "--data", str(tmp_path / "data"))
+
+
 def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
     run = run_prepare("--data", tmp_path, cache=tmp_path / "cache")
     assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run
@@ -104,14 +112,14 @@ def test_a_dataset_not_prepared_to_the_end_is_not_used(prepared, tmp_path, monke
         if content is not None:
             (tokenizer.directory / "train_shards").write_bytes(content)
         with pytest.raises(PrepareError, match=r"run prepare\.py again"):
-            prepare.make_dataloader(tokenizer, 1, 8, "train")
+            next(prepare.make_dataloader(tokenizer, 1, 8, "train"))
 
 
 def test_windows_longer_than_the_split_are_refused_before_the_first_batch(tokenizer):
     total = len(prepare.TokenStream(tokenizer, "val"))
-    prepare.make_dataloader(tokenizer, 1, total - 1, "val", "cpu")
+    next(prepare.make_dataloader(tokenizer, 1, total - 1, "val", "cpu"))
     with pytest.raises(PrepareError, match="prepare more text"):
-        prepare.make_dataloader(tokenizer, 1, total, "val", "cpu")
+        next(prepare.make_dataloader(tokenizer, 1, total, "val", "cpu"))
 
 
 def test_shards_of_another_tokenizer_are_refused_and_made_again(prepared, corpus, tmp_path, monkeypatch):
@@ -122,7 +130,7 @@ def test_shards_of_another_tokenizer_are_refused_and_made_again(prepared, corpus
     swapped = [lines[-1].split()[0] + b" " + lines[-2].split()[1], lines[-2].split()[0] + b" " + lines[-1].split()[1]]
     (folder / "tokenizer.txt").write_bytes(b"\n".join([*lines[:-2], *swapped]) + b"\n")
     with pytest.raises(PrepareError, match="made by another tokenizer; delete it"):
-        prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu")
+        next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu"))
     prepare.prepare(str(corpus))
     next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu"))
 
@@ -179,7 +187,7 @@ def parquet(tmp_path_factory) -> bytes:
 @pytest.fixture
 def hurried(monkeypatch) -> list[float]:
     """Short patience and small chunks; returns the waits asked for, huggingface_hub's own among them."""
-    prepare.download_ahead([])  # sets the environment that huggingface_hub reads when it is imported
+    prepare.download_ahead("some/data", [])  # sets the environment that huggingface_hub reads when it is imported
     from huggingface_hub import constants
 
     waits = []
@@ -189,15 +197,11 @@ def hurried(monkeypatch) -> list[float]:
     return waits
 
 
-def part_of(endpoint: str, path: Path) -> prepare.Part:
-    """A file of the hub's repository some/data."""
-    hub = {"repo_id": "some/data", "repo_type": "dataset", "filename": path.name, "endpoint": endpoint}
-    return prepare.Part(path, hub=hub)
-
-
 def fetch(server: FaultyServer, folder: Path) -> None:
-    part = part_of(server.url, folder / "a.parquet")
-    prepare.download_ahead([part])[part.path].result(60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", server.url)
+        (download,) = prepare.download_ahead("some/data", [folder / "a.parquet"]).values()
+    download.result(60)
 
 
 A_PARQUET = "/datasets/some/data/resolve/main/a.parquet"
@@ -268,7 +272,7 @@ def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hu
 
 def test_a_file_that_is_there_is_not_asked_for(tmp_path):
     (tmp_path / "a.parquet").touch()
-    assert prepare.download_ahead([part_of("http://127.0.0.1:9", tmp_path / "a.parquet")]) == {}
+    assert prepare.download_ahead("some/data", [tmp_path / "a.parquet"]) == {}
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
@@ -279,14 +283,17 @@ def test_a_full_disk_while_downloading_is_not_tried_again(parquet, hurried, tmpf
         assert len(server.ranges()) == 1
 
 
-def test_nobody_at_the_other_end_is_noticed_within_seconds():
+def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch):
     start = time.perf_counter()
     for endpoint in ("http://127.0.0.1:9", "not a url"):
-        with pytest.raises(prepare.Unreachable, match=r"cannot reach .*a\.parquet: go online"):
-            prepare.download_ahead([part_of(endpoint, Path("a.parquet"))])
-    with FaultyServer({A_PARQUET: b""}) as server:
-        prepare.check_reachable(part_of(server.url, Path("a.parquet")))
-        prepare.check_reachable(part_of(server.url, Path("b.parquet")))  # 404 is an answer
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(prepare.Unreachable, match=f"cannot reach {endpoint}: go online"):
+            prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
+    with FaultyServer({}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        (download,) = prepare.download_ahead("some/data", [tmp_path / "a.parquet"]).values()
+        with pytest.raises(PrepareError, match="404"):  # which is an answer
+            download.result(60)
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 
@@ -348,7 +355,7 @@ def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Pat
         victim.kill()
         victim.wait()
         for path in cache.rglob("*.parquet"):
-            prepare.open_parquet(path)  # never a half file under a final name
+            next(prepare.documents(path))  # never a half file under a final name
         run = run_prepare("--data", "climbmix", "--num-shards", 2, cache=cache, HF_ENDPOINT=server.url)
     assert run.returncode == 0, run.stderr
     assert tree(cache) == tree(undisturbed), f"killed {moment:.2f} s after {begins}"
@@ -395,20 +402,20 @@ def shard(tokenizer, tmp_path) -> Path:
 
 def test_any_flipped_bit_that_matters_is_found_at_once_or_by_verify(shard, tokenizer):
     good, random = shard.read_bytes(), np.random.RandomState(0)
-    tokens = prepare.open_shard(shard, tokenizer.fingerprint).tokens.copy()
+    tokens = prepare.open_shard(shard, tokenizer.fingerprint)[0].copy()
     end = prepare.HEADER.size + 2 * len(tokens)
     for position in [*range(prepare.HEADER.size), *random.randint(prepare.HEADER.size, end, 50), end - 1]:
         damaged = bytearray(good)
         damaged[position] ^= 1 << random.randint(8)
         shard.write_bytes(damaged)
         try:
-            found = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+            found, _ = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
         except PrepareError as error:
             assert "delete it and run" in str(error)
         else:
             fields, expected = (prepare.HEADER.unpack(data[: prepare.HEADER.size]) for data in (damaged, good))
             assert position < prepare.HEADER.size and fields == expected  # an unused byte
-            assert np.array_equal(found.tokens, tokens)
+            assert np.array_equal(found, tokens)
 
 
 def test_any_truncation_is_found(shard, tokenizer):
@@ -421,14 +428,15 @@ def test_any_truncation_is_found(shard, tokenizer):
 
 def test_a_shard_of_the_earlier_format_with_an_index_and_a_seal_is_read(shard, tokenizer):
     """128 bytes of header: 4 and 8 more of its bytes and the last 32 were in use; an index came after the tokens."""
-    now = prepare.open_shard(shard, tokenizer.fingerprint)
-    index = np.flatnonzero(now.tokens == tokenizer.get_bos_token_id()).astype("<u8")
-    fields = b"tokshard", 1, 2, len(now.tokens), len(index), tokenizer.fingerprint, now.checksum
+    tokens, checksum = prepare.open_shard(shard, tokenizer.fingerprint)
+    index = np.flatnonzero(tokens == tokenizer.get_bos_token_id()).astype("<u8")
+    fields = b"tokshard", 1, 2, len(tokens), len(index), tokenizer.fingerprint, checksum
     header = struct.pack("<8sIIQQ32s32s", *fields)
     seal = hashlib.sha256(header + index.tobytes()).digest()
-    shard.write_bytes(header + seal + now.tokens.tobytes() + index.tobytes())
-    before = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
-    assert np.array_equal(before.tokens, now.tokens) and before.checksum == now.checksum
+    expected = tokens.copy()
+    shard.write_bytes(header + seal + tokens.tobytes() + index.tobytes())
+    tokens, before = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
+    assert np.array_equal(tokens, expected) and before == checksum
 
 
 def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):
@@ -523,11 +531,11 @@ def fuzz_shard(folder: Path, data) -> None:
     path, fingerprint = folder / "fuzzed.bin", Tokenizer.from_directory(folder).fingerprint
     path.write_bytes(data.draw(mutations((folder / "a.bin").read_bytes())))
     try:
-        shard = prepare.open_shard(path, fingerprint, verify=True)
+        tokens, checksum = prepare.open_shard(path, fingerprint, verify=True)
     except PrepareError:
         return
     good = prepare.open_shard(folder / "a.bin", fingerprint)
-    assert np.array_equal(shard.tokens, good.tokens) and shard.checksum == good.checksum
+    assert np.array_equal(tokens, good[0]) and checksum == good[1]
 
 
 def fuzz_tokenizer(folder: Path, data) -> None:
@@ -642,23 +650,6 @@ def test_half_a_row_is_never_written(tmp_path):
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
     assert path.read_text() == HEADER + ROW * 20
-
-
-@pytest.mark.parametrize("away", ["removed", "replaced"])
-def test_a_file_removed_or_replaced_while_it_is_written_gets_the_row_anew(tmp_path, monkeypatch, away):
-    path = tmp_path / "results.tsv"
-    path.write_text(HEADER + ROW)
-    fsync = os.fsync
-
-    def meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        path.unlink()
-        if away == "replaced":
-            path.write_text(HEADER)
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    log(path)
-    assert [row["description"] for row in prepare.read_results(path)] == ["now"]
 
 
 def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(tmp_path, monkeypatch, capsys):

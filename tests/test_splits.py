@@ -13,7 +13,7 @@ from http_faults import FaultyServer, respond
 from small_corpus import run_prepare, texts, tree, write_corpus, write_parquet
 
 import prepare
-from prepare import Part, PrepareError, Tokenizer
+from prepare import PrepareError, Tokenizer
 
 CLIMBMIX = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
 
@@ -57,9 +57,9 @@ def write_texts(folder: Path, *files: list[str]) -> Path:
 
 def test_climbmix_is_its_shards_in_order_and_the_last_two_are_test_and_validation(cache):
     train, val, test = prepare.hub_splits("climbmix", 6541)
-    files = [part.path.name for part in train + test + val]
+    files = [path.name for path, *_ in train + test + val]
     assert files == [f"shard_{i:05d}.parquet" for i in range(6543)]
-    assert {(part.start, part.stop) for part in train + test + val} == {(0, None)}
+    assert {(start, stop) for _, start, stop in train + test + val} == {(0, None)}
     for seed, name in enumerate(["shard_00000.parquet", "shard_00001.parquet", prepare.TEST_FILE, prepare.VAL_FILE]):
         write_parquet(cache / "climbmix" / "raw" / name, numbered(100 * seed, 100 * seed + 100))
     splits = splits_of(prepare.prepare("climbmix", 2))
@@ -73,10 +73,10 @@ def test_tinystories_first_ten_thousand_are_test_and_the_next_validation(cache):
     assert splits["val"] == numbered(10_000, 20_000)
     assert splits["train"] == numbered(20_000, 21_000)
     train, val, test = prepare.hub_splits("tinystories", 11)
-    cuts = [(part.start, part.stop) for part in test + val + train]
+    cuts = [(start, stop) for _, start, stop in test + val + train]
     assert cuts[0][0] == 0 and [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
-    assert len({part.path for part in train + val + test}) == 1
+    assert len({path for path, *_ in train + val + test}) == 1
 
 
 def test_more_shards_than_the_text_fills_are_refused(cache):
@@ -253,33 +253,35 @@ def prepared_before(folder: Path) -> Path:
     files = sorted(folder.iterdir(), key=lambda file: (file.name == prepare.VAL_FILE, file))
     directory = prepare.prepare(str(folder))
     shutil.rmtree(directory)
-    prepare.build(directory, [Part(file) for file in files[:-1]], [Part(files[-1])], [Part(files[0])])
+    train, val = [(file, 0, None) for file in files[:-1]], (files[-1], 0, None)
+    prepare.build(directory, train, [val], train[:1])
     (directory / "test_00000.bin").unlink()
     return directory
 
 
-@pytest.mark.parametrize("with_test_file", [True, False])
+def delete_train(folder: Path) -> None:
+    """As the line says."""
+    for file in folder.glob("train_*"):
+        file.unlink()
+
+
 def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test_split(
-    tmp_path, cache, capsys, monkeypatch, with_test_file
+    tmp_path, cache, capsys, monkeypatch
 ):
-    """A file of the test file's name was for training then."""
     folder = write_corpus(tmp_path / "corpus")
-    if not with_test_file:
-        (folder / prepare.TEST_FILE).unlink()
+    (folder / prepare.TEST_FILE).unlink()
     old = prepared_before(folder)
     before = tree(old)
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(folder)])
     prepare.main()
     line, ready = capsys.readouterr().out.splitlines()[-2:]
-    assert line.startswith(
-        f"no test split in {old} yet: delete {old / 'train_shards'} and run prepare.py again (moves 5%"
-    )
+    assert line.startswith(f"no test split in {old} yet: delete {old}/train_* and run prepare.py again (moves 5%")
     assert ready.startswith(f"ready: {prepare.dataset_id(old)}, ") and ready.endswith(f" val tokens, in {old}")
     assert prepare.current_dataset() == old and tree(old) == before
     with pytest.raises(PrepareError, match=r"no test split in .* yet: delete"):
         prepare.TokenStream(Tokenizer.from_directory(), "test")
 
-    (old / "train_shards").unlink()  # as the line says
+    delete_train(old)
     prepare.main()
     splits = splits_of(prepare.current_dataset())
     assert not {*splits["train"], *splits["val"]} & {*splits["test"]} and len(splits["test"]) >= 12
@@ -295,12 +297,9 @@ def test_climbmix_prepared_before_gets_its_test_split_as_its_line_says(cache, ca
     (folder / "test_00000.bin").unlink()
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix"])
     prepare.main()
-    assert (
-        f"no test split in {folder} yet: delete {folder / 'train_shards'} and run prepare.py again\n"
-        in capsys.readouterr().out
-    )
+    assert f"no test split in {folder} yet: delete {folder}/train_* and run" in capsys.readouterr().out
     assert not (folder / "test_00000.bin").exists()
-    (folder / "train_shards").unlink()
+    delete_train(folder)
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix", "--num-shards", "1"])
     prepare.main()
     assert tree(folder) == before and (folder / "test_00000.bin").read_bytes() == test
@@ -309,13 +308,13 @@ def test_climbmix_prepared_before_gets_its_test_split_as_its_line_says(cache, ca
 def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
     write_texts(tmp_path / "data", numbered(0, 50), numbered(50, 100), numbered(100, 110))
 
-    def documents(part: Part, real=prepare.documents):
-        if (part.path.name, part.stop) == ("001.txt", 45):  # the last train shard
+    def tokenize(texts, path: Path, *args, real=prepare.tokenize):
+        if path.name == "train_00001.bin":  # the last one
             raise KeyboardInterrupt
-        return real(part)
+        return real(texts, path, *args)
 
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(prepare, "documents", documents)
+        patch.setattr(prepare, "tokenize", tokenize)
         prepare.prepare(str(tmp_path / "data"))
     (kept,) = (tmp_path / "cache").rglob("train_00000.bin")
     inode = kept.stat().st_ino
@@ -335,11 +334,11 @@ def test_the_next_file_is_downloaded_while_one_is_tokenized(tmp_path, monkeypatc
         write_parquet(tmp_path / name, texts(seed))
         files[CLIMBMIX + name] = (tmp_path / name).read_bytes()
 
-    def documents(part: Part, real=prepare.documents):
-        read.append(part.path.name)
+    def documents(path: Path, real=prepare.documents):
+        read.append(path.name)
         others = [asked[name] for name in names if name not in read]
         assert not others or any(event.wait(60 / len(others)) for event in others), f"{read} alone"
-        return real(part)
+        return real(path)
 
     def notice(handler, body) -> None:
         asked[handler.path.rpartition("/")[2]].set()
