@@ -191,6 +191,31 @@ class Clock:
         return loss
 
 
+def warm_up(model, step: Callable) -> None:
+    """Compiles: step(loader) is an optimizer step, here on random tokens. When memory runs out, halves
+    model.config.device_batch_size; the total batch stays.
+
+    The weights have moved afterwards: initialize them anew.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    while True:
+        config = model.config
+        try:
+            tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+            step(itertools.repeat((tokens, tokens, 0)))
+            return synchronize()
+        except torch.OutOfMemoryError:
+            if config.device_batch_size == 1:
+                raise
+        sequences = config.total_batch_size // config.seq_len
+        smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
+        model.config = dataclasses.replace(config, device_batch_size=smaller)
+        model.zero_grad(set_to_none=True)
+        print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+
+
 def synchronize() -> None:
     import torch
 

@@ -11,7 +11,6 @@ prepare.py holds what an experiment cannot move (data, metric, clock, log), kern
 
 import dataclasses
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -29,13 +28,14 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
-NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
+NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
+INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
@@ -85,9 +85,9 @@ class Config:
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 655_360)),
-    (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 655_360)),
-    (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 655_360)),
+    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 2_621_440)),
+    (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 2_621_440)),
+    (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 2_621_440)),
 )  # fmt: skip
 
 
@@ -161,23 +161,39 @@ def block_linear(in_features, out_features):
     return Linear4bit(in_features, out_features, trainable=True) if FOUR_BIT else Linear(in_features, out_features)
 
 
+def ngram_hash(idx, n):
+    """Hashes (B, T) of each token and the n - 1 before it."""
+    golden = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
+    key = golden * idx
+    for back in range(1, n):
+        key = golden * (key + F.pad(idx, (back, -back)))
+    return key
+
+
 class NGramEmbedding(nn.Embedding):
     """One row per hash of n successive tokens. A batch touches few of the rows, so gradients are sparse.
 
     The plainest form of what Engram (https://arxiv.org/abs/2601.07372) calls conditional memory.
     """
 
-    HASH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
-
-    def __init__(self, n, rows, n_embd):
-        super().__init__(rows, n_embd)
+    def __init__(self, n, rows, n_embd, dtype):
+        super().__init__(rows, n_embd, dtype=dtype)
         self.n = n
 
     def forward(self, idx):
-        key = idx
-        for back in range(1, self.n):
-            key = self.HASH * key + F.pad(idx, (back, -back))
-        return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+        return super().forward((ngram_hash(idx, self.n) >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+
+
+class InductionEmbedding(nn.Embedding):
+    """An induction head by lookup: embeds what followed the last occurrence of the same three tokens in the row."""
+
+    def forward(self, idx):
+        key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones side by side, in the order of the text
+        again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        before = torch.where(again, order.roll(1, dims=1), -1)
+        before = torch.empty_like(order).scatter_(1, order, before)  # (B, T) where it ends, or -1
+        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # of -1: nothing, the last row
+        return super().forward(followers.gather(1, before % idx.size(1)))  # (B, T) -> (B, T, C)
 
 
 class Attention(nn.Module):
@@ -208,7 +224,7 @@ class Attention(nn.Module):
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
     def windows(self, q, k, v):
-        # contiguous here, where it is fused: some builds of FA3 copy a slice, once forward and once backward
+        # contiguous here, where it is fused: FA3 may copy a slice, in forward and in backward
         return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
 
     def pieces(self, q, k, v):
@@ -234,7 +250,7 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.5).square())
 
 
 class Block(nn.Module):
@@ -255,7 +271,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
+        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
+        self.induction_embed = InductionEmbedding(config.vocab_size + 1, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
@@ -268,7 +285,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
-        for table in self.ngram_embeds:
+        for table in (*self.ngram_embeds, self.induction_embed):
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
@@ -280,11 +297,11 @@ class GPT(nn.Module):
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
         requantize(self)
 
-    def trunk(self, idx, ngrams):
-        """Tokens (B, T) and the sum of their n-gram embeddings (B, T, C) to the last hidden states (B, T, C)."""
+    def trunk(self, idx, lookups):
+        """Tokens (B, T) and the sum of their other embeddings (B, T, C) to the last hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         # cast before the lookup: no (B, T, C) tensor exists in fp32
-        x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams)
+        x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + lookups)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
         return norm(x)
@@ -293,8 +310,7 @@ class GPT(nn.Module):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
-            x = self.trunk(idx, ngrams)
+            x = self.trunk(idx, sum(table(idx).to(self.dtype) for table in (*self.ngram_embeds, self.induction_embed)))
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -351,16 +367,17 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
     """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
 
     ids (N,), with repeats; grad (N, C), each a part of its row's gradient, times loss_scale; exp_avg_sq (R, 1) starts
-    with a row's first gradient, so that its first step is lr, early or late in the run.
+    with a row's first gradient, so that its first step is lr, early or late in the run. One sum per row is added to p,
+    which may be in half precision: its parts would be rounded away.
     """
     position = torch.arange(len(ids), device=ids.device)
     first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
-    rms = torch.zeros_like(grad).index_add_(0, first, grad).norm(dim=-1, keepdim=True)[first]  # (N, 1)
-    mean_sq = (rms / (grad.size(1) ** 0.5 * loss_scale)).square()
+    total = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, first, grad.float()) / loss_scale  # else 0
+    mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
     old = exp_avg_sq[ids]
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
     exp_avg_sq[ids] = torch.where(skip, old, v)
-    p.index_add_(0, ids, torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) / loss_scale * grad))
+    p.index_add_(0, ids, torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) * total).to(p.dtype))
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
@@ -425,8 +442,8 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, defaults={})
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
-        self.steps, self.num_skipped = (torch.zeros((), device=self.device) for _ in range(2))
-        self.no_scale, self.no_overflow = torch.ones((), device=self.device), torch.zeros((), device=self.device)
+        self.steps, self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(3))
+        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets it, and found_inf, before each step
         for group in self.param_groups:
             params = group["params"]
             if group["kind"] == "muon":
@@ -437,16 +454,14 @@ class MuonAdamW(torch.optim.Optimizer):
                 momentum_buffer = torch.zeros_like(torch.cat(stacks))  # (n, R, C)
                 group["state"] = [torch.cat(scale), momentum_buffer, torch.zeros_like(momentum_buffer[..., :1])]
             elif group["kind"] == "sparse":
-                group["state"] = [torch.zeros_like(p[:, :1]) for p in params]
+                group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
             else:
                 group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
 
     @torch.no_grad()
     def step(self):
         """One update from p.grad; learning rates, decays and momenta are read from the groups."""
-        loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # by GradScaler
-        loss_scale = self.no_scale if loss_scale is None else loss_scale
-        found_inf = self.no_overflow if found_inf is None else found_inf.view(())
+        loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         skip = found_inf > 0
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
@@ -487,7 +502,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
-        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
+        "induction_embed": adamw(INDUCTION_LR * adamw_scale),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
@@ -547,35 +563,11 @@ def train_step(model, optimizer, scaler, loader):
     return total, epoch
 
 
-def warm_up(model: GPT) -> None:
-    """Compiles, in a step of real shapes. When memory runs out, halves the device batch and doubles the accumulation.
-
-    The weights have moved afterwards: initialize them anew.
-    """
-    while True:
-        config = model.config
-        try:
-            shape = config.device_batch_size, config.seq_len
-            tokens = torch.randint(config.vocab_size, shape, device=model.embed.weight.device)
-            optimizer = make_optimizer(model)
-            set_schedules(optimizer, 0.0, 0)
-            train_step(model, optimizer, make_scaler(model), itertools.repeat((tokens, tokens, 0)))
-            return prepare.synchronize()
-        except torch.OutOfMemoryError:
-            if config.device_batch_size == 1:
-                raise
-        sequences = config.total_batch_size // config.seq_len
-        smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
-        model.config = dataclasses.replace(config, device_batch_size=smaller)
-        model.zero_grad(set_to_none=True)
-        print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
-
-
 def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: prepare.GPU):
     """Trains within the clock's budget; returns the model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
-    warm_up(model)
+    prepare.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
 
     torch.manual_seed(seed)
     model.init_weights()

@@ -30,10 +30,12 @@ RECIPES = {
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
 import dataclasses, inspect, textwrap
-config = dataclasses.replace(train.SIZES[-1][1], depth=8, n_embd=512, window=1024, total_batch_size=2**19)
+shape = dict(depth=8, n_embd=512, window=1024, device_batch_size=128, total_batch_size=2**19)
+config = dataclasses.replace(train.SIZES[-1][1], **shape)
 train.pick_size = lambda peak_flops: config
 train.scale_batch = lambda config, seconds: config
 train.NGRAMS = ()
+train.InductionEmbedding.forward = lambda self, idx: train.torch.zeros((), device=idx.device)
 train.layers = lambda config: [
     train.Layer(2048 if i % 4 == 3 else 1024, shift=0, value_embed=i % 2 == 1) for i in range(config.depth)
 ]
