@@ -132,7 +132,7 @@ def load_fa3():
     return flash_attn_func
 
 
-# ---- GPT: RoPE, QK-norm, ReLU^2, gated heads, n-gram and value embeddings, residual and x0 scalars, softcapped logits
+# ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings, softcapped logits
 
 
 def norm(x):
@@ -142,7 +142,7 @@ def norm(x):
 def rotate(x, cos, sin):
     """Rotary embedding of (B, T, H, D), tables (T, 1, D): the halves of D are real and imaginary parts.
 
-    A flip exchanges them: chunk and cat take 2.5 times as long (H200, backward).
+    A flip exchanges them: chunk and cat take 2.5 times as long.
     """
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
@@ -224,7 +224,7 @@ class Attention(nn.Module):
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
     def windows(self, q, k, v):
-        # contiguous here, where it is fused: FA3 may copy a slice, in forward and in backward
+        # contiguous here, where it is fused: FA3 might copy it twice
         return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
 
     def pieces(self, q, k, v):
@@ -367,8 +367,8 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
     """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
 
     ids (N,), with repeats; grad (N, C), each a part of its row's gradient, times loss_scale; exp_avg_sq (R, 1) starts
-    with a row's first gradient, so that its first step is lr, early or late in the run. One sum per row is added to p,
-    which may be in half precision: its parts would be rounded away.
+    with a row's first gradient, so that its first step is lr, early or late in the run. Each row changes by one sum: p
+    may be in half precision, where the parts would be rounded away.
     """
     position = torch.arange(len(ids), device=ids.device)
     first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
