@@ -249,7 +249,7 @@ def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
 def test_exit_status_options_and_output_are_those_of_train_py(night):
     night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
     process = night.start("python night.py run --seed 5 --limit 60")
-    assert "['--seed', '5']" in process.communicate(timeout=600)[0] and process.returncode == 3
+    assert "['--seed=5']" in process.communicate(timeout=600)[0] and process.returncode == 3
 
 
 def test_a_budget_set_by_hand_leaves_no_crash_row(night):
@@ -368,7 +368,7 @@ def drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
     def draw() -> list:
-        night_py.plot(tmp_path / "progress.png")
+        night_py.plot()
         assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
         return figures[-1].axes
 
@@ -435,7 +435,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     prepare.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        night_py.plot(tmp_path / "progress.png")
+        night_py.plot()
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -444,14 +444,14 @@ def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
         prepare.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
-    night_py.plot(tmp_path / "progress.png")
+    night_py.plot()
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        night_py.plot(tmp_path / "progress.png")
+        night_py.plot()
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):

@@ -197,6 +197,26 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     assert clone.all_gone(runs=True)
 
 
+def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluster, tmp_path, monkeypatch):
+    """The embedded corpus here, of which only a few modules are left: the same on the node as on this machine."""
+    (tmp_path / "stdlib").mkdir()
+    for module in ("argparse", "ast", "bdb", "calendar", "cgi", "cmd", "codecs", "copy", "csv", "dis"):
+        (tmp_path / "stdlib" / f"{module}.py").write_bytes((Path(os.__file__).parent / f"{module}.py").read_bytes())
+    few = f"import sysconfig; sysconfig.get_path = lambda *_: {str(tmp_path / 'stdlib')!r}; "
+    text = (ROOT / "prepare.py").read_text("utf-8").replace("import sysconfig\n", few.rstrip("; ") + "\n")
+    (clone.folder / "prepare.py").write_text(text, "utf-8")
+    clone.commit(good=SIX["good"])
+    clone.env["AUTORESEARCH_CACHE"] = str(tmp_path / "here")
+    clone.run("python prepare.py --data embedded")
+    cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "node"))
+    clone.finish(clone.wave("good", f"--address={cluster.cluster.address}"))
+    (row,) = clone.rows()
+    assert row["status"] == "keep" and row["dataset"].startswith("embedded-")
+    assert [path.name for path in (tmp_path / "node").glob("embedded*")] == [
+        (tmp_path / "here/current").read_text().strip()
+    ]
+
+
 @pytest.mark.slow
 def test_no_process_outlives_a_killed_wave(clone):
     clone.commit(**SIX)
