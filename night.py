@@ -270,25 +270,29 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
 
     folder = prepare.current_dataset()
     source = folder.name.removesuffix("@{}.{}.{}".format(*sys.version_info))  # a folder of one's own still has an @
-    given = source if "@" not in source else "", (folder / "train_shards").read_text().strip()
-    task, file = ray.remote(num_cpus=0)(dataset_of_node), Path(prepare.__file__).read_bytes()
-    labels = [{"ray.io/node-id": node["NodeID"]} for node in nodes]
-    found = ray.get([task.options(label_selector=label).remote(file, *given) for label in labels])
-    for node, answer in zip(nodes, found, strict=True):
-        if answer != dataset:
-            print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {answer}", flush=True)
-    if dataset not in found:
+    prepared = "" if "@" in source else f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})"
+    task, good = ray.remote(num_cpus=0)(dataset_of_node), []
+    given = Path(prepare.__file__).read_bytes(), f"import prepare\nprint(prepare.dataset_id({prepared}))"
+    answers = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}).remote(*given) for node in nodes]
+    for node, answer in zip(nodes, answers, strict=True):
+        try:
+            found = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            found = type(error).__name__
+        if found == dataset:
+            good.append(node)
+        else:
+            print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {found}", flush=True)
+    if not good:
         raise PrepareError(f"no node has {dataset}")
-    return [node for node, answer in zip(nodes, found, strict=True) if answer == dataset]
+    return good
 
 
-def dataset_of_node(prepare_py: bytes, source: str, shards: str) -> str:
-    """Ray task: the id of this node's dataset, which is prepared if it has a source; or what is wrong with it."""
-    prepared = f"prepare.prepare({source!r}, {shards})" if source else ""
+def dataset_of_node(prepare_py: bytes, code: str) -> str:
+    """Ray task: the last line that the code prints in a folder with this prepare.py."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "prepare.py").write_bytes(prepare_py)
-        command = [sys.executable, "-c", f"import prepare\nprint(prepare.dataset_id({prepared}))"]
-        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=-1, stderr=-2, text=True)
     return done.stdout.strip().rpartition("\n")[2]
 
 
