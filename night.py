@@ -123,9 +123,10 @@ def why(code: int, stderr: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- wave
 
 # Ray on this machine alone: on loopback ("cluster" is what it takes for other machines), closed to other users, and
-# neither reporting home nor killing what takes memory nor starting a process for each core in advance.
+# neither reporting home nor killing what takes memory nor starting a process for each core in advance; and its workers
+# as nice as others, not at 15, where a busy machine starves them.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0"}
+LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
 @dataclass
@@ -236,10 +237,11 @@ def train_all(
         row = rows[-1] if rows else dict(val_bpb=0.0, memory_gb=0.0, gpu=gpu, dataset=dataset, description=f"[{reason}")
         if row.pop("status", "crash") == "crash":
             row["reason"] = row["description"].rpartition("[")[2].rstrip("]")
-        if not row["description"].startswith(f"{run.description}{TEST}"):
+        if TEST not in row["description"] or not report:
             row["description"] = run.description
         row |= {"commit": run.commit, "gpu": row["gpu"] + REPORT * report}
-        lines = [f"{prepare.log_result(**row):8} {row['val_bpb']:.6f}  {run}  {row.get('reason', '')}"]
+        name = f"{run.commit[:7]} {row['description']}  {row.get('reason', '')}"
+        lines = [f"{prepare.log_result(**row):8} {row['val_bpb']:.6f}  {name}"]
         tqdm.write("\n    ".join([*lines, *tail] if "reason" in row else lines))
 
     stopped = []
@@ -369,18 +371,19 @@ def report(args: argparse.Namespace) -> int:
             args.seconds = float(number) if unit == "s" else None
             args.tokens = round(1e6 * float(number)) if unit == "M tokens" else None
         rows = [row for row in rows if row["gpu"] == label]
-        counts = Counter(row["status"] for row in rows)
         kept = [row for row in rows if row["status"] == "keep"]
-        print(
-            title := f"{label}, {dataset}: {len(rows)} experiments, {counts['keep']} kept, {counts['crash']} crashed."
-        )
-        if len({row["commit"] for row in kept}) < 2:
+        crashes = sum(row["status"] == "crash" for row in rows)
+        title = f"{label}, {dataset}: {len(rows)} experiments, {len(kept)} kept, {crashes} crashed."
+        print(title)
+        if not kept or kept[0]["commit"] == kept[-1]["commit"]:
             print("Fewer than two revisions were kept: there is no gain to report.")
             return 0
+        test = True
         try:
-            test = len(prepare.TokenStream(prepare.Tokenizer.from_directory(), "test")) > 0
+            prepare.TokenStream(prepare.Tokenizer.from_directory(), "test")
         except PrepareError as error:
-            test = print(f"The report is on val alone: {error}")
+            test = False
+            print(f"The report is on val alone: {error}")
         runs = [Run(row["commit"], f"report: seed {seed}", seed) for seed in seeds for row in (kept[0], kept[-1])]
         complete, rows = train_all(runs, args, re.escape(label + REPORT), label, report=True, test=test)
     if not complete:

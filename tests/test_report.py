@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,11 +173,8 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 
 
 def test_without_a_test_split_the_report_says_how_to_get_one_and_goes_on_with_val(clone, tmp_path):
-    cache = tmp_path / "cache"
-    (cache / clone.dataset).mkdir(parents=True)
-    for file in [clone.cache / "current", *(clone.cache / clone.dataset).iterdir()]:
-        if file.name != "test_00000.bin" and file.is_file():
-            (cache / file.relative_to(clone.cache)).write_bytes(file.read_bytes())
+    cache = shutil.copytree(clone.cache, tmp_path / "cache")
+    (cache / clone.dataset / "test_00000.bin").unlink()
     clone.env["AUTORESEARCH_CACHE"] = str(cache)
     clone.simulate(gain=0.02)
     output = clone.finish(clone.report("--seeds=2", "--tokens=1500000"))
@@ -237,20 +235,17 @@ def test_a_crash_among_the_seeds_counts_for_nothing():
 
 
 def test_the_test_score_is_that_of_the_weights_which_the_run_has_trained(prepared, tmp_path):
-    """On a test split that is the validation split, it is val_bpb, but for fp16."""
+    """On a test split that is the validation split, it is val_bpb, but for fp16. The run has no test split to read."""
     for name in ("prepare.py", "kernels.py", "train.py", "night.py"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    cache = tmp_path / "cache"
-    name = (prepared / "current").read_text().strip()
-    (cache / name).mkdir(parents=True)
-    for file in [prepared / "current", *(prepared / name).iterdir()]:
-        if file.is_file():
-            (cache / file.relative_to(prepared)).write_bytes(file.read_bytes())
-    (cache / name / "test_00000.bin").write_bytes((cache / name / "val_00000.bin").read_bytes())
+    cache = shutil.copytree(prepared, tmp_path / "cache")
+    (folder,) = {file.parent for file in cache.rglob("test_00000.bin")}
+    (folder / "test_00000.bin").unlink()
     env = os.environ | {"AUTORESEARCH_CACHE": str(cache), "AUTORESEARCH_SCREENING": "1"}
     run = [sys.executable, "night.py", "run", "--seconds=1", "--gpu=cpu"]
-    for options in ([], ["--score=report: seed 101"]):
-        subprocess.run([*run, *options], cwd=tmp_path, env=env, check=True, timeout=600)
+    subprocess.run(run, cwd=tmp_path, env=env, check=True, timeout=600)
+    shutil.copy(folder / "val_00000.bin", folder / "test_00000.bin")
+    subprocess.run([*run, "--score=report: seed 101"], cwd=tmp_path, env=env, check=True, timeout=600)
     trained, scored = prepare.read_results(tmp_path / "results.tsv")
     description, test = scored["description"].split(", test ")
     assert description == "report: seed 101"
