@@ -252,7 +252,7 @@ def train_all(
                 try:
                     event = ray.get(next(stream))
                 except ray.exceptions.RayError as error:
-                    event = b"", [], type(error.cause).__name__ if hasattr(error, "cause") else "node lost"
+                    event = b"", [], type(getattr(error, "cause", error)).__name__
                 if isinstance(event, str):
                     tqdm.write(f"start    {pending[stream]} on {event}")
                 else:
