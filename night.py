@@ -516,7 +516,7 @@ def main() -> int | None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("command", choices=("run", "wave", "report", "plot"))
-    parser.add_argument("revisions", nargs="*", metavar="REV", help="git revisions of a wave")
+    parser.add_argument("revisions", nargs="*", metavar="REV", help="git revisions of a wave (HEAD)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", type=float, help="of training, instead of five minutes")
     budget.add_argument("--tokens", type=int, help="to train on, instead of five minutes")

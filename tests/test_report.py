@@ -176,7 +176,7 @@ def test_without_a_test_split_the_report_says_how_to_get_one_and_goes_on_with_va
     cache = shutil.copytree(clone.cache, tmp_path / "cache")
     (cache / clone.dataset / "test_00000.bin").unlink()
     clone.env["AUTORESEARCH_CACHE"] = str(cache)
-    clone.simulate(gain=0.02)
+    clone.simulate(gain=0.02, runs=50)
     output = clone.finish(clone.report("--seeds=2", "--tokens=1500000"))
     assert re.search(
         r"^The report is on val alone: no test split in .* yet: delete .* and run prepare\.py", output, re.M
