@@ -72,9 +72,9 @@ def run(command: list[str], limit: float, budget: str, logged: bool) -> int:
     prctl(1, signal.SIGTERM)  # when the process in front is killed
     (commit, description), before = prepare.git_head(), len(prepare.read_results())
     tail, reasons = deque(maxlen=100), []  # the last lines of stderr; why the script was ended, if it was
-    pipe = dict(cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    ending = dict(start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGKILL))
-    script = subprocess.Popen([sys.executable, *command], **pipe, **ending)
+    files = dict(stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    dies_with_this = dict(start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGKILL))
+    script = subprocess.Popen([sys.executable, *command], cwd=ROOT, **files, **dies_with_this)
 
     def stop(number: int, _=None) -> None:
         prepare.handle_signals(signal.SIG_IGN)
@@ -532,6 +532,8 @@ def main() -> int | None:
     args = parser.parse_intermixed_args()
     if args.revisions and args.command != "wave":
         parser.error(f"{args.command} takes no {args.revisions[0]}")
+    if args.seeds if args.command == "run" else args.seed is not None:
+        parser.error("--seed is for a run, --seeds for a wave or a report")
     if args.command == "run":
         budget = prepare.budget_name(args.seconds, args.tokens, args.gpu)
         score = ["-c", f"import night; night.score({args.score!r}, {args.gpu!r})"]

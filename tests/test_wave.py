@@ -239,6 +239,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     [
         (["no-such-branch"], "git has failed"),
         (["good", "--per-gpu=2"], "--per-gpu takes --tokens"),
+        (["good", "--seed=1"], "error: --seed is for a run, --seeds for a wave"),
         (["good"], r"needs Ray: pip install -e '\.\[night\]'"),
     ],
 )
@@ -246,7 +247,8 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, rem
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
-    assert re.search(rf"^night\.py: .*{remedy}", clone.finish(clone.wave(*arguments), code=1), re.M)
+    output = clone.finish(clone.wave(*arguments), code=2 if "error" in remedy else 1)
+    assert re.search(rf"^night\.py: .*{remedy}", output, re.M)
 
 
 def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
