@@ -208,6 +208,25 @@ def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit
     assert not night.processes()
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("import no_such_module", "ModuleNotFoundError line 1"),
+        ("SIZE = no_such_name", "NameError line 1"),
+        ("import json; json.loads('')", "JSONDecodeError line 1"),
+        ("    SIZE = 1", "IndentationError line 1"),
+        ("raise ValueError('of\\nmany\\nlines')", "ValueError line 1"),
+    ],
+)
+def test_an_error_while_train_py_is_imported_is_named_with_its_line(night, line, reason):
+    night.edit("idea", "val_bpb = 1.2")
+    (night.folder / "train.py").write_text(f"{line}\n{STUB}")
+    night.run(f"git commit -qam '{reason}'")
+    night.train()
+    assert [row["description"] for row in night.rows()] == [f"{reason} [{reason}]"]
+    assert reason.split()[0] in night.log.read_text()
+
+
 def test_no_process_outlives_its_run(night):
     """Not even one that has left its session, and ignores what can be ignored."""
     daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
@@ -230,7 +249,7 @@ def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
 def test_exit_status_options_and_output_are_those_of_train_py(night):
     night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
     process = night.start("python night.py run --seed 5 --limit 60")
-    assert "['--seed', '5']" in process.communicate(timeout=600)[0] and process.returncode == 3
+    assert "['--seed=5']" in process.communicate(timeout=600)[0] and process.returncode == 3
 
 
 def test_a_budget_set_by_hand_leaves_no_crash_row(night):
@@ -341,35 +360,35 @@ def simulated(path: Path, runs: int = 120) -> None:
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Draws the log; returns a pair (chart, table) of axes for each gpu and dataset."""
+    """Draws the log; returns the axes of each gpu and dataset."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
-    def draw() -> list[tuple]:
-        night_py.plot(tmp_path / "progress.png")
+    def draw() -> list:
+        night_py.plot()
         assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
-        return list(zip(figures[-1].axes[::2], figures[-1].axes[1::2], strict=True))
+        return figures[-1].axes
 
     return draw
 
 
-def check_chart(chart, table, rows: list[dict]) -> None:
-    """Each experiment is a mark that no edge cuts, crashes lie below all others, each kept one is in the table."""
+def check_chart(chart, rows: list[dict]) -> None:
+    """Each experiment is a mark, crashes lie below all others, each kept one is in the table."""
     points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
     assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
     (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
-    assert all(left < x < right and bottom + 0.02 * (top - bottom) < y < top - 0.02 * (top - bottom) for x, y in points)
+    assert all(left < x < right and bottom <= y <= top for x, y in points)
     scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
     assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
-    assert min(chart.get_yticks()) > bottom and 0.003 * min(scores) < top - bottom
-    text = table.texts[0].get_text()
+    assert 0.003 * min(scores) < top - bottom
+    text = chart.texts[0].get_text()
     numbers = [number for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
     assert [int(number) for number in re.findall(r"^ *(\d+)  ", text, re.M)] == numbers
     for number in numbers:
-        assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
+        assert " ".join(rows[number - 1]["description"].split())[:75] in text
     counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
     assert sum(counts) == len(rows)
 
@@ -377,9 +396,9 @@ def check_chart(chart, table, rows: list[dict]) -> None:
 def test_picture_has_a_chart_for_each_gpu_with_every_experiment_and_a_table_of_the_kept_ones(drawn):
     simulated(prepare.RESULTS)
     rows = prepare.read_results()
-    for (chart, table), gpu in zip(drawn(), ("NVIDIA H200", "Tesla T4"), strict=True):
+    for chart, gpu in zip(drawn(), ("NVIDIA H200", "Tesla T4"), strict=True):
         panel = [row for row in rows if row["gpu"] == gpu]
-        check_chart(chart, table, panel)
+        check_chart(chart, panel)
         assert chart.get_title("left").startswith(f"{gpu}, d-1\n")
         scores = [row["val_bpb"] for row in panel if row["status"] != "crash"]
         bottom, top = chart.get_ylim()
@@ -396,8 +415,8 @@ def test_picture_is_whole_whatever_the_number_of_experiments(drawn, runs, kept):
         reason = {"reason": "out of memory"} if i and (kept == "one" or i % 7 == 1) else {}
         score = dict(val_bpb=1.1854 - 0.1 * i / runs, memory_gb=1.0, gpu="g", dataset="d")
         prepare.log_result(**score, **reason, commit=f"{i:07x}", description=f"idea {i} " + 30 * "long ")
-    ((chart, table),) = drawn()
-    check_chart(chart, table, prepare.read_results())
+    (chart,) = drawn()
+    check_chart(chart, prepare.read_results())
     assert (" to " in chart.get_title("left")) == (kept == "some" and runs > 1)
 
 
@@ -407,7 +426,7 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     prepare.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
     prepare.log_result(val_bpb=0.0, description="other", reason="killed", **where)
     prepare.log_result(val_bpb=1.2, description="idea, seed 1", **where)
-    ((chart, _),) = drawn()
+    (chart,) = drawn()
     assert [label.get_text() for label in chart.get_legend().get_texts()] == ["2 kept", "1 crashed"]
 
 
@@ -416,7 +435,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     prepare.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        night_py.plot(tmp_path / "progress.png")
+        night_py.plot()
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -425,14 +444,14 @@ def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
         prepare.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
-    night_py.plot(tmp_path / "progress.png")
+    night_py.plot()
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        night_py.plot(tmp_path / "progress.png")
+        night_py.plot()
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):

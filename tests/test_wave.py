@@ -180,14 +180,13 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
 
     cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "empty"))
     cluster.add()
-    wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
-    first = began(1)
     cluster.add()
-    cluster.lose_node_of(first)
+    wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
+    cluster.lose_node_of(began(1))
     os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night.py, Ray's worker
     output = clone.finish(wave)
-    assert clone.scores() == {"long [node lost]": "crash", "short": "keep"}
-    assert len(re.findall("^refused ", output, re.M)) == 1 and len(re.findall("^lost .*long", output, re.M)) == 1
+    assert clone.scores() == {"long [WorkerCrashedError]": "crash", "short": "keep"}
+    assert len(re.findall("^no run for .* does not have .*no data prepared", output, re.M)) == 1
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
     rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[2:]}
@@ -196,6 +195,24 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     began(3)
     wave.kill()
     assert clone.all_gone(runs=True)
+
+
+def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluster, tmp_path):
+    """The embedded corpus here, of which only a few modules are left: the same on the node as on this machine."""
+    (tmp_path / "stdlib").mkdir()
+    for module in ("argparse", "ast", "bdb", "calendar", "cmd", "enum", "codecs", "copy", "csv", "dis"):
+        (tmp_path / "stdlib" / f"{module}.py").write_bytes((Path(os.__file__).parent / f"{module}.py").read_bytes())
+    few = f"import sysconfig\nsysconfig.get_path = lambda *_: {str(tmp_path / 'stdlib')!r}\n"
+    text = (ROOT / "prepare.py").read_text("utf-8").replace("import sysconfig\n", few)
+    (clone.folder / "prepare.py").write_text(text, "utf-8")
+    clone.commit(good=SIX["good"])
+    clone.env["AUTORESEARCH_CACHE"] = str(tmp_path / "here")
+    clone.run("python prepare.py --data embedded")
+    cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "node"))
+    clone.finish(clone.wave("good", f"--address={cluster.cluster.address}"))
+    (row,) = clone.rows()
+    assert row["status"] == "keep" and row["dataset"].startswith("embedded-")
+    assert (tmp_path / "node" / "current").read_text() == (tmp_path / "here" / "current").read_text()
 
 
 @pytest.mark.slow
@@ -222,13 +239,16 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     [
         (["no-such-branch"], "git has failed"),
         (["good", "--per-gpu=2"], "--per-gpu takes --tokens"),
-        (["good"], r"pip install -e '\.\[night\]'"),
+        (["good", "--seed=1"], "error: --seed is for a run, --seeds for a wave"),
+        (["good"], r"needs Ray: pip install -e '\.\[night\]'"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, remedy):
     clone.commit(good=SIX["good"])
-    (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
-    assert re.search(rf"^night\.py: .*{remedy}", clone.finish(clone.wave(*arguments), code=1), re.M)
+    if "Ray" in remedy:
+        (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
+    output = clone.finish(clone.wave(*arguments), code=2 if "error" in remedy else 1)
+    assert re.search(rf"^night\.py: .*{remedy}", output, re.M)
 
 
 def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
