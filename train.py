@@ -26,10 +26,10 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 # ---- Hyperparameters; sizes by GPU follow below, in SIZES
 
 ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
-SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
+SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
-X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
+X0_LAMBDA = 0.05           # share of the embeddings that enters each block, at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
@@ -40,17 +40,16 @@ UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
-ADAM_BETAS = (0.8, 0.95)
-MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
+ADAM_BETAS = (0.8, 0.98)
+MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
-MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
-WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
-FINAL_LR = 0.05            # ... to this fraction
+MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .9
+FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
 
 @dataclass(frozen=True)
 class Layer:
-    window: int        # tokens that attention sees: FA3 slides it, SDPA cuts the sequence into pieces of it
+    window: int        # tokens that attention sees: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
     value_embed: bool  # whether values get an embedding of the token
 
@@ -64,7 +63,7 @@ def layers(config):
     return table[::-1]
 
 
-# ---- What a GPU can do (numerics), and what five minutes of it can pay for (size)
+# ---- What a GPU can do (numerics), and what five minutes of it pay for (size)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Config:
     """Sizes of a model and its batches; goes into the checkpoint."""
 
     depth: int              # layers
-    n_embd: int             # width of the residual stream
+    n_embd: int             # of the residual stream
     head_dim: int
     seq_len: int            # tokens
     window: int             # tokens that most layers see; see `layers`
@@ -92,14 +91,14 @@ SIZES = (  # from this many FLOP/s on
 
 
 def pick_numerics(capability: tuple[int, int] | None, has_fa3: bool) -> tuple[torch.dtype, str]:
-    """Activations' dtype and kind of attention for a compute capability (None: no GPU). Does not query the hardware.
+    """Activations' dtype and kind of attention for a compute capability (None: no GPU).
 
-    Not by torch.cuda.is_bf16_supported(): it says True on a T4, which only emulates bf16.
+    Not by torch.cuda.is_bf16_supported(), which is True on a T4: it emulates bf16.
     """
     if capability is None:
         return torch.float32, "sdpa"
     if capability < (7, 0):
-        raise prepare.PrepareError(f"compute capability {capability} is too old, 7.0 is the least: use --gpu cpu")
+        raise prepare.PrepareError(f"compute capability {capability} is below 7.0: use --gpu cpu")
     if capability < (8, 0):
         return torch.float16, "sdpa"
     return torch.bfloat16, "fa3" if has_fa3 and capability < (10, 0) else "sdpa"  # its binaries end at Hopper
@@ -117,7 +116,7 @@ def scale_batch(config: Config, seconds: float) -> Config:
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
 
 
-# The fastest first; a T4, and so fp16, starts with the third
+# The fastest first; fp16, so a T4, starts with the third
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 ]  # fmt: skip
@@ -140,10 +139,8 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of (B, T, H, D), tables (T, 1, D): the halves of D are real and imaginary parts.
-
-    A flip exchanges them: chunk and cat take 2.5 times as long.
-    """
+    """Rotary embedding of (B, T, H, D), tables (T, 1, D). A flip exchanges the halves of D, real and imaginary parts:
+    chunk and cat take 2.5 times as long."""
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
 
@@ -173,12 +170,20 @@ def ngram_hash(idx, n):
 class NGramEmbedding(nn.Embedding):
     """One row per hash of n successive tokens. A batch touches few of the rows, so gradients are sparse.
 
-    The plainest form of what Engram (https://arxiv.org/abs/2601.07372) calls conditional memory.
+    The plainest form of Engram's conditional memory (https://arxiv.org/abs/2601.07372).
     """
 
     def __init__(self, n, rows, n_embd, dtype):
         super().__init__(rows, n_embd, dtype=dtype)
-        self.n = n
+        self.n, self.weight.sparse_grads = n, []
+        self.weight.register_post_accumulate_grad_hook(self.set_aside)
+
+    @staticmethod
+    def set_aside(weight):
+        """Hides a sparse gradient from GradScaler, which would sum it up by rows and wait for the GPU."""
+        if weight.grad.is_sparse:
+            weight.sparse_grads.append(weight.grad)
+            weight.grad = None
 
     def forward(self, idx):
         return super().forward((ngram_hash(idx, self.n) >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
@@ -188,11 +193,11 @@ class InductionEmbedding(nn.Embedding):
     """An induction head by lookup: embeds what followed the last occurrence of the same three tokens in the row."""
 
     def forward(self, idx):
-        key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones side by side, in the order of the text
+        key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
         again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
         before = torch.where(again, order.roll(1, dims=1), -1)
-        before = torch.empty_like(order).scatter_(1, order, before)  # (B, T) where it ends, or -1
-        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # of -1: nothing, the last row
+        before = torch.empty_like(order).scatter_(1, order, before)  # (B, T) where they ended, or -1
+        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # the last row: of -1, nothing
         return super().forward(followers.gather(1, before % idx.size(1)))  # (B, T) -> (B, T, C)
 
 
@@ -218,20 +223,19 @@ class Attention(nn.Module):
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
+        # Half of a key is the previous token's: one layer finds what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = (self.windows if self.flash else self.pieces)(q, k, v)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
     def windows(self, q, k, v):
-        # contiguous here, where it is fused: FA3 might copy it twice
+        # contiguous() is fused here; FA3 may copy twice
         return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
 
     def pieces(self, q, k, v):
         """Causal attention within pieces of `window` tokens. Zeros in front and behind shift the cuts.
 
-        Those in front take part in the softmax of the first tokens, like an attention sink: without them, the first
-        128 tokens lose 0.004 nats (measured).
+        Those in front are an attention sink: without them, the first 128 tokens lose 0.004 nats (measured).
         """
         B, T, H, D = q.shape
         W, S = (self.layer.window, self.layer.shift) if self.layer.window < T else (T, 0)
@@ -250,7 +254,7 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.5).square())
+        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.3).square())
 
 
 class Block(nn.Module):
@@ -300,7 +304,7 @@ class GPT(nn.Module):
     def trunk(self, idx, lookups):
         """Tokens (B, T) and the sum of their other embeddings (B, T, C) to the last hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
-        # cast before the lookup: no (B, T, C) tensor exists in fp32
+        # cast before the lookup: no (B, T, C) in fp32
         x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + lookups)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
@@ -308,7 +312,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
-        assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
+        assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens for seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
             x = self.trunk(idx, sum(table(idx).to(self.dtype) for table in (*self.ngram_embeds, self.induction_embed)))
         if targets is None:
@@ -316,7 +320,7 @@ class GPT(nn.Module):
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
 
     def flops_per_token(self) -> float:
-        """Forward and backward as nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
+        """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - lookups
         return 6 * matrices + sum(12 * self.config.n_embd * block.attn.layer.window for block in self.blocks)
@@ -330,7 +334,7 @@ def requantize(model):
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
-    """A GPT with fresh weights. config: or its fields, from a checkpoint; capability: None without a GPU."""
+    """A GPT with fresh weights. config: or its fields, from a checkpoint."""
     config = Config(**config) if isinstance(config, dict) else config
     flash = load_fa3()
     dtype, attention = pick_numerics(capability, flash is not None)
@@ -367,8 +371,7 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
     """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
 
     ids (N,), with repeats; grad (N, C), each a part of its row's gradient, times loss_scale; exp_avg_sq (R, 1) starts
-    with a row's first gradient, so that its first step is lr, early or late in the run. Each row changes by one sum: p
-    may be in half precision, where the parts would be rounded away.
+    with a row's first gradient, so that its first step is lr. Parts are summed first: p may be in half precision.
     """
     position = torch.arange(len(ids), device=ids.device)
     first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
@@ -381,10 +384,8 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
-    """A stack of gradients (n, R, C), times loss_scale, to matrices of spectral norm below 1.
-
-    hyper (3,): learning rate, weight decay, Nesterov momentum.
-    """
+    """Gradients (n, R, C), times loss_scale, to matrices of spectral norm below 1. hyper (3,): learning rate, weight
+    decay, Nesterov momentum."""
     momentum = hyper[2]
     grad = grad / loss_scale
     buffer = momentum_buffer.lerp(grad, 1 - momentum)
@@ -405,7 +406,7 @@ def muon_update(p, update, second_moment, scale, hyper, skip):
     """In place: p and the orthogonal update (n, R, C); second_moment (n, R, 1), scale (n, 1, 1)."""
     lr, decay, _ = hyper.unbind()
     update = update.float()
-    # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
+    # NorMuon (https://arxiv.org/abs/2510.05491): rows evened out by their second moment, the norm as before
     row_sq = update.square().mean(dim=-1, keepdim=True)
     moment = second_moment.lerp(row_sq, 0.05)
     even_sq = row_sq / moment.clamp_min(1e-10)
@@ -422,8 +423,8 @@ def compiled(function):
 
 
 def as_stack(t):
-    """A matrix as a view (n, R, C), R >= C, of the parts that Muon orthogonalizes: squares if one side is a multiple of
-    the other (so q, k and v count separately), else the whole."""
+    """A matrix as a view (n, R, C), R >= C: squares if one side is a multiple of the other (so q, k and v count
+    separately), else the whole."""
     t = t.mT if t.size(0) < t.size(1) else t
     return t.unflatten(0, (-1, t.size(1))) if t.size(0) % t.size(1) == 0 else t[None]
 
@@ -432,8 +433,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Groups of kind 'muon' hold matrices whose stacks have one shape, 'sparse' tables with sparse gradients.
 
     Muon replaces the momentum of a matrix's gradient by the nearest orthogonal matrix, so that all directions learn at
-    one rate (https://kellerjordan.github.io/posts/muon). GradScaler leaves unscaling and skipping to us
-    (`_step_supports_amp_scaling`): they happen on the device, and no step waits for the GPU.
+    one rate (https://kellerjordan.github.io/posts/muon). Unscaling and skipping are left to us
+    (`_step_supports_amp_scaling`) and happen on the device: no step waits for the GPU.
     """
 
     _step_supports_amp_scaling = True
@@ -448,19 +449,21 @@ class MuonAdamW(torch.optim.Optimizer):
             params = group["params"]
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
-                # so that a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
+                # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
                 shares = [min(1, p.size(0) / p.size(1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
                 scale = [torch.full_like(s[:, :1, :1], share**0.5) for s, share in zip(stacks, shares)]
                 momentum_buffer = torch.zeros_like(torch.cat(stacks))  # (n, R, C)
                 group["state"] = [torch.cat(scale), momentum_buffer, torch.zeros_like(momentum_buffer[..., :1])]
             elif group["kind"] == "sparse":
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
+                for p in params:
+                    p.sparse_grads.clear()  # of a step that ran out of memory
             else:
                 group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
 
     @torch.no_grad()
     def step(self):
-        """One update from p.grad; learning rates, decays and momenta are read from the groups."""
+        """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         skip = found_inf > 0
         self.steps += 1 - found_inf
@@ -469,9 +472,11 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True)):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
-                    if p.grad is not None:  # None: an edit has left it unused
-                        ids, grad = p.grad._indices()[0], p.grad._values()
+                    if p.sparse_grads:  # else an edit has left it unused
+                        ids = torch.cat([grad._indices()[0] for grad in p.sparse_grads])
+                        grad = torch.cat([grad._values() for grad in p.sparse_grads])
                         sparse_adam_update(p, ids, grad, exp_avg_sq, h[0], group["betas"][1], loss_scale, skip)
+                        p.sparse_grads.clear()
                 continue
             params = [p.detach() for p in group["params"]]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
@@ -479,7 +484,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 wrap = compiled if self.device.type == "cuda" else (lambda function: function)
                 params, grads = ([as_stack(t) for t in tensors] for tensors in (params, grads))
                 scale, momentum_buffer, second_moment = group["state"]
-                # stacked out here: inside, Inductor would compile one kernel per parameter
+                # stacked out here: Inductor would compile one kernel per parameter
                 update = wrap(muon_direction)(torch.cat(grads), momentum_buffer, h, self.dtype, loss_scale, skip)
                 stack = torch.cat(params)  # (n, R, C)
                 wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
@@ -494,8 +499,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the first group whose key its name contains, other matrices of the blocks go to Muon."""
-    adamw_scale = (model.config.n_embd / 768) ** -0.5  # of karpathy/nanochat, tuned at width 768
+    """A parameter goes to the first group whose key its name contains, other matrices of the blocks to Muon."""
+    adamw_scale = (model.config.n_embd / 768) ** -0.5  # of nanochat, tuned at width 768
 
     def adamw(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
         return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[])
@@ -513,7 +518,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and key in name), None)
         if key is None and name.startswith("blocks.") and p.ndim == 2:
-            key = tuple(as_stack(p).shape[1:])  # one group per shape
+            key = tuple(as_stack(p).shape[1:])
             groups.setdefault(key, adamw(MATRIX_LR, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"].append(p)
@@ -530,12 +535,11 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
 def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
     """progress: share of the budget that is spent, in [0, 1]."""
-    remaining = min(1.0, (1 - progress) / WARMDOWN)
     for group in optimizer.param_groups:
         if group["kind"] != "sparse":  # constant LR: rows first seen late still need full steps
-            group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
+            group["lr"] = group["initial_lr"] * (1 - (1 - FINAL_LR) * progress)
         if group["kind"] == "muon":
-            group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
+            group["momentum"] = 0.85 + 0.05 * min(1.0, step / MOMENTUM_WARMUP)
             group["weight_decay"] = group["initial_weight_decay"] * (1 - progress)
 
 
@@ -547,7 +551,7 @@ def make_scaler(model):
 
 
 def train_step(model, optimizer, scaler, loader):
-    """One optimizer step over the total batch; returns the mean loss, on the device, and the epoch."""
+    """One optimizer step over the total batch; returns the mean loss and the epoch."""
     config, total = model.config, 0.0
     grad_accum_steps, rest = divmod(config.total_batch_size, config.device_batch_size * config.seq_len)
     assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {config}"
@@ -584,7 +588,7 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         if epochs_left < before < math.inf:
             for table in model.ngram_embeds:  # start over: they know text by heart and must not see it twice
                 nn.init.zeros_(table.weight)
-        if clock.steps % 100 == 0 and scaler.is_enabled() and scaler.get_scale() < 1:
+        if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
     flops = model.flops_per_token() * clock.tokens / clock.elapsed()
