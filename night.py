@@ -447,16 +447,31 @@ def plot() -> None:
     panels = {where: rows for where, rows in panels.items() if any(row["val_bpb"] for row in rows)}
     if not panels:
         raise PrepareError(f"{prepare.RESULTS} holds no val_bpb yet: run `python train.py` first")
-    kept = [sum(row["status"] == "keep" for row in rows) for rows in panels.values()]
-    figure = Figure((9, 4.2 * len(kept) + 0.16 * sum(kept)), layout="constrained", facecolor="white")
-    for ax, (where, rows) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+    tables = [kept_table(rows) for rows in panels.values()]
+    height = sum(4.3 + 0.16 * table.count("\n") for table in tables)
+    figure = Figure((9, height), layout="constrained", facecolor="white")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for ax, (where, rows), table in zip(axes, panels.items(), tables, strict=True):
         draw(ax, *where, rows)
+        below = dict(xytext=(0, -40), textcoords="offset points", va="top", parse_math=False)
+        ax.annotate(table, (0, 0), xycoords="axes fraction", family="monospace", size=8.5, **below)
     with prepare.new_file(prepare.RESULTS.with_name("progress.png")) as file:
         figure.savefig(file, format="png", dpi=180)
 
 
+def kept_table(rows: list[dict]) -> str:
+    lines, before = ["  no.  val_bpb     gain  kept"], math.nan
+    for number, row in enumerate(rows, start=1):
+        if row["status"] == "keep":
+            gain = f"{before - row['val_bpb']:.4f}".replace("nan", "")
+            line = f"{number:5}  {row['val_bpb']:7.4f}  {gain:>7}  {row['description']}"
+            lines += textwrap.wrap(line, 108, subsequent_indent=25 * " ")
+            before = row["val_bpb"]
+    return "\n".join(lines)
+
+
 def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> None:
-    """One chart and its table. Crashes lie on the lower edge, and results far worse than most on the upper edge."""
+    """One chart. Crashes lie on the lower edge, and results far worse than most on the upper edge."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     kept, crashed = (np.array([row["status"] == status for row in rows]) for status in ("keep", "crash"))
     first, best = y[~crashed][0], y[~crashed].min()
@@ -484,14 +499,6 @@ def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> None:
     ax.set_title(f"{gpu}, {dataset}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     spacing = dict(handletextpad=0.2, columnspacing=1, borderaxespad=0.2)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=9, **spacing)
-    table, before = ["  no.  val_bpb     gain  kept"], math.nan
-    for i in np.flatnonzero(kept):
-        gain = f"{before - rows[i]['val_bpb']:.4f}".replace("nan", "")
-        description = textwrap.shorten(rows[i]["description"], 85, placeholder="...")
-        table.append(f"{x[i]:5}  {rows[i]['val_bpb']:7.4f}  {gain:>7}  {description}")
-        before = rows[i]["val_bpb"]
-    below = dict(xytext=(0, -40), textcoords="offset points", va="top", parse_math=False)
-    ax.annotate("\n".join(table), (0, 0), xycoords="axes fraction", family="monospace", size=8.5, **below)
 
 
 def seed_noise(gpu: str, dataset: str) -> float:
