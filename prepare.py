@@ -956,7 +956,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
         TokenStream(tokenizer, "val")
-        ready = num_shards in (None, len(TokenStream(tokenizer, "train").tokens))  # None: any number
+        shards = len(TokenStream(tokenizer, "train").tokens)
+        ready = num_shards in (None, shards, shards - bool(test_files))  # the test file used to be for training
         if ready and current_dataset() == directory:
             return directory
     cache_dir().mkdir(parents=True, exist_ok=True)

@@ -265,11 +265,14 @@ def delete_train(folder: Path) -> None:
         file.unlink()
 
 
+@pytest.mark.parametrize("with_test_file", [True, False])
 def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test_split(
-    tmp_path, cache, capsys, monkeypatch
+    tmp_path, cache, capsys, monkeypatch, with_test_file
 ):
+    """A file of the test file's name was for training then."""
     folder = write_corpus(tmp_path / "corpus")
-    (folder / prepare.TEST_FILE).unlink()
+    if not with_test_file:
+        (folder / prepare.TEST_FILE).unlink()
     old = prepared_before(folder)
     before = tree(old)
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(folder)])
