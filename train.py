@@ -105,12 +105,12 @@ def pick_numerics(capability: tuple[int, int] | None, has_fa3: bool) -> tuple[to
 
 
 def pick_size(peak_flops: float) -> Config:
-    """What TIME_BUDGET pays for on a GPU of that many dense 16-bit FLOP/s; 0: no GPU."""
+    """What TIME_BUDGET pays for on a GPU of that many FLOP/s; 0: no GPU."""
     return [config for least, config in SIZES if peak_flops >= least][-1]
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(budget), rounded to a power of two: few tokens make most of small batches."""
+    """Scales the batch by sqrt(budget), to a power of two: few tokens make most of small batches."""
     sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
     device_batch_size = min(config.device_batch_size, sequences)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
