@@ -179,6 +179,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if name_of(op) == "clone" and args[0].is_sparse:
             return args[0]  # which autograd does only where somebody watches, and loses the values of meta tensors
+        if name_of(op) == "_coalesce":  # which meta tensors lack, too: GradScaler does it to sparse fp16 gradients
+            self.see(op, args)
+            self.kernels.append(Kernel("coalesce", "memory", 0, 2 * nbytes(args[0])))
+            return args[0]
         if name_of(op) == "_fused_adamw_":  # which meta tensors lack: reads four lists, writes all but the gradients
             params, grads, *state = args[:4]
             self.see(op, args)
