@@ -88,7 +88,7 @@ def size_for(gpu: str) -> train.Config:
 
 class Port(train.GPT):
     """PR 268's model: compiled as a whole, fp32 but for what autocast makes fp16, logits in memory. It inherits our
-    gates, shifted keys and induction, too: a few percent of its time that the port does not spend."""
+    gates, shifted keys and induction, too: about 2% of its time that the port does not spend."""
 
     def forward(self, idx, targets, reduction="mean"):
         log_probs = F.log_softmax(super().forward(idx).flatten(0, 1), -1)

@@ -36,7 +36,8 @@ GEMMS = ("mm", "bmm", "addmm", "baddbmm")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
 SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
-FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", SPARSE)  # beside what the schema calls a view
+# Beside what the schema calls a view
+FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "is_coalesced", SPARSE)
 ATTENTION_TILE = 64  # keys: causal attention computes half of the square and half a tile more a row
 
 

@@ -64,7 +64,7 @@ def follower(tokens: list[int], t: int) -> int | None:
     """The token after the last earlier place that ends in the same three tokens as place t."""
 
     def last_three(s: int) -> list[int]:
-        return ([0, 0] + tokens)[s : s + 3]  # token 0 stands before the beginning
+        return [0, 0, *tokens][s : s + 3]  # token 0 stands before the beginning
 
     return next((tokens[s + 1] for s in range(t - 1, -1, -1) if last_three(s) == last_three(t)), None)
 
