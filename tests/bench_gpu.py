@@ -88,7 +88,7 @@ def size_for(gpu: str) -> train.Config:
 
 class Port(train.GPT):
     """PR 268's model: compiled as a whole, fp32 but for what autocast makes fp16, logits in memory. It inherits our
-    gates and shifted keys, too: about 2% of its time that the port does not spend."""
+    gates, shifted keys and induction, too: about 2% of its time that the port does not spend."""
 
     def forward(self, idx, targets, reduction="mean"):
         log_probs = F.log_softmax(super().forward(idx).flatten(0, 1), -1)
@@ -183,8 +183,9 @@ def predict(config: train.Config, gpu: str = "T4") -> dict:
     # recorder.saved: what compiled forwards keep for their backwards, of all micro-batches
     activations = recorder.saved * config.device_batch_size * config.seq_len // config.total_batch_size
     states = [group["state"] for group in optimizer.param_groups]
-    sparse = len(model.ngram_embeds) * config.total_batch_size * config.n_embd * 4
-    gradients = nbytes(*model.parameters()) - nbytes(*model.ngram_embeds.parameters()) + sparse
+    tables = nbytes(*model.ngram_embeds.parameters())  # of whose gradient there is a row per token
+    sparse = tables * config.total_batch_size // max(1, config.ngram_rows)
+    gradients = nbytes(*model.parameters()) - tables + sparse
     return dict(
         seconds=step_seconds,
         tokens_per_sec=config.total_batch_size / step_seconds,

@@ -33,6 +33,7 @@ class Model:
     sliding: bool = False  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
     rope_base: float = 200_000
     softcap: float = 15.0
+    slope: float = 0.5  # of the MLP's LeakyReLU^2 below zero
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -57,6 +58,15 @@ def ngram_row(tokens: list[int], t: int, n: int, rows: int) -> int:
     key = key * multiplier % 2**64
     signed = key - 2**64 if key >= 2**63 else key
     return (signed >> 24) % rows
+
+
+def follower(tokens: list[int], t: int) -> int | None:
+    """The token after the last earlier place that ends in the same three tokens as place t."""
+
+    def last_three(s: int) -> list[int]:
+        return [0, 0, *tokens][s : s + 3]  # token 0 stands before the beginning
+
+    return next((tokens[s + 1] for s in range(t - 1, -1, -1) if last_three(s) == last_three(t)), None)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
@@ -98,7 +108,8 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits (T, V) of one sequence.
 
-    weights, in float64: embed (V, C), ngram.n (rows, C), lm_head (V, C), and of each block i, as block.i.qkv and so on:
+    weights, in float64: embed (V, C), ngram.n (rows, C), induction (V + 1, C), whose last row stands for no follower,
+    lm_head (V, C), and of each block i, as block.i.qkv and so on:
     qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
     mlp_out (C, 4C), residual_lambda (), x0_lambda ().
     """
@@ -107,11 +118,14 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
         if name.startswith("ngram."):
             table, n = weights[name], int(name.partition(".")[2])
             embedded = embedded + table[[ngram_row(tokens, t, n, len(table)) for t in range(len(tokens))]]
+    followers = [follower(tokens, t) for t in range(len(tokens))]
+    embedded = embedded + weights["induction"][[-1 if token is None else token for token in followers]]
     x = x0 = rms_norm(embedded)
     for i in range(len(model.layers)):
         x = weights[f"block.{i}.residual_lambda"] * x + weights[f"block.{i}.x0_lambda"] * x0
         x = x + attention(model, weights, i, x, tokens)
-        x = x + torch.relu(rms_norm(x) @ weights[f"block.{i}.mlp_in"].T) ** 2 @ weights[f"block.{i}.mlp_out"].T
+        hidden = rms_norm(x) @ weights[f"block.{i}.mlp_in"].T
+        x = x + torch.where(hidden > 0, hidden, model.slope * hidden) ** 2 @ weights[f"block.{i}.mlp_out"].T
     return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head"].T / model.softcap)
 
 

@@ -50,7 +50,7 @@ def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torc
 
 def named_weights(model: train.GPT) -> dict[str, torch.nn.Parameter]:
     """Every parameter under the name that the reference gives it."""
-    names = {"embed": model.embed.weight, "lm_head": model.lm_head.weight}
+    names = {"embed": model.embed.weight, "lm_head": model.lm_head.weight, "induction": model.induction_embed.weight}
     names |= {f"ngram.{table.n}": table.weight for table in model.ngram_embeds}
     for i, block in enumerate(model.blocks):
         modules = {"qkv": block.attn.c_qkv, "attn_out": block.attn.c_proj, "gate": block.attn.gate}
@@ -90,14 +90,18 @@ def lively(model) -> dict[str, torch.Tensor]:
     weights = {}
     for name, p in named_weights(model).items():
         kind = kind_of(name)
-        scale = scales.get(kind, 1.0 if "embed" in kind or kind == "ngram" else 1.5 * p.shape[-1:].numel() ** -0.5)
-        p.data = (kind == "residual_lambda") + scale * torch.randn(p.shape, generator=generator)
+        table = "embed" in kind or kind in ("ngram", "induction")
+        scale = scales.get(kind, 1.0 if table else 1.5 * p.shape[-1:].numel() ** -0.5)
+        p.data.copy_((kind == "residual_lambda") + scale * torch.randn(p.shape, generator=generator))
         weights[name] = p.detach().double().requires_grad_()
     return weights
 
 
 def random_tokens(length: int = SEQ_LEN + 1) -> torch.Tensor:
-    return torch.randint(VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(1))
+    """The second half repeats a part of the first one, so that induction finds something."""
+    tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+    tokens[:, 14:20] = tokens[:, 3:9]
+    return tokens[:, :length]
 
 
 def reference_logits(layers, weights, x, sliding=False) -> torch.Tensor:
@@ -175,7 +179,7 @@ def test_losses_are_minus_log_softmax_and_an_ignored_target_counts_nothing(monke
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
 def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype, tolerance, monkeypatch):
-    """Parameters, their gradients, logits and loss stay fp32."""
+    """Parameters, their gradients, logits and loss stay fp32, except that n-gram tables have the activations' dtype."""
     layers = TABLES["cuts in one place"]
     model = build(config(layers, monkeypatch), dtype=dtype)
     weights, tokens = lively(model), random_tokens()
@@ -187,7 +191,30 @@ def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype,
     loss.backward()
     reference_losses(expected, y).mean().backward()
     assert_gradients_agree(model, weights, 2 * tolerance)
-    assert {t.dtype for p in model.parameters() for t in (p, p.grad)} == {torch.float32}
+    for name, p in named_weights(model).items():
+        assert p.dtype == p.grad.dtype == (dtype if kind_of(name) == "ngram" else torch.float32), name
+
+
+def text(kind: str, seed: int) -> torch.Tensor:
+    """Tokens (4, 64) below 5."""
+    random = torch.Generator().manual_seed(seed)
+    if kind == "repetitive":  # of periods 1, 2, 3 and 7, each with two slips
+        periods = [torch.randint(5, (n,), generator=random) for n in (1, 2, 3, 7)]
+        rows = torch.stack([period.repeat(64)[:64] for period in periods])
+        return rows.scatter(1, torch.randint(64, (4, 2), generator=random), 4)
+    return torch.randint(5, (4, 64), generator=random)
+
+
+@pytest.mark.parametrize("kind", ["random", "repetitive"])
+def test_induction_finds_what_followed_the_last_occurrence_of_the_same_three_tokens(kind):
+    table = train.InductionEmbedding(6, 1)
+    table.weight.data = torch.arange(6.0)[:, None]  # so that it says which row it takes
+    for seed in range(5):
+        idx = text(kind, seed)
+        expected = [[reference.follower(row, t) for t in range(64)] for row in idx.tolist()]
+        assert all(None in row and len(set(row)) > 1 for row in expected), "some were there before, some not"
+        expected = torch.tensor([[5 if token is None else token for token in row] for row in expected])
+        assert torch.equal(table(idx)[..., 0], expected.float())
 
 
 def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scales(monkeypatch):
@@ -196,7 +223,8 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
     weights = named_weights(build(config(layers, monkeypatch)))
-    constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "ngram": 0.0, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
+    constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
+    constant |= {"ngram": 0.0, "induction": 0.0}
     uniform = {"value_embed": WIDTH**-0.5, "qkv": 0.5 * WIDTH**-0.5, "mlp_in": 0.5 * WIDTH**-0.5}  # standard deviation
     normal = {"embed": 1.0, "lm_head": 0.001}
     for name, p in weights.items():

@@ -196,12 +196,37 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
         assert torch.equal(p[20:], old[20:]), "a row that nobody looked up has moved"
 
 
+@pytest.mark.parametrize("lr", [0.1, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sparse_adam_in_half_precision_rounds_once_per_row_however_often_a_step_looks_it_up(dtype, lr, device):
+    """A thousand gradients would overflow in fp16, and a thousand parts of an update would vanish one by one."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter((5 * lr * torch.rand(30, 8)).to(device, dtype))
+    p.sparse = True
+    optimizer, of_reference = make("sparse", [p], betas=(0.5, 0.9)), reference.SparseAdam(p.detach().cpu().double())
+    set_rates(optimizer, lr)
+    for _ in range(3):
+        ids = torch.cat([torch.full((1000,), 3), torch.randint(20, (200,))])
+        grads = (100 * (0.5 + torch.rand(1200, 8)) * torch.linspace(0.2, 2, 8)).to(dtype)  # of one sign
+        (F.embedding(ids.to(device), p, sparse=True) * grads.to(device)).sum(dtype=torch.float32).backward()
+        old = p.detach().cpu().double()
+        of_reference.p.copy_(old)
+        of_reference.step(list(zip(ids.tolist(), grads.double(), strict=True)), lr, 0.9)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        new, limits = p.detach().cpu().double(), torch.finfo(dtype)
+        roundings = limits.eps / 2 * (of_reference.p.abs() + (of_reference.p - old).abs())  # of the sum and the update
+        roundings += limits.smallest_normal * limits.eps  # least distance of two numbers
+        assert ((new - of_reference.p).abs() < 1.1 * roundings).all()
+    assert optimizer.param_groups[0]["state"][0].dtype == torch.float32
+
+
 # -- The experiment's own groups and schedules
 
 
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
-    constants |= dict(GATE_LR=0.7, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
+    constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
     model, optimizer = build()
@@ -210,7 +235,8 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         "embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
         "lm_head": ("adamw", 0.4 * wide, (0.5, 0.6), 0.0),
         "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.9),
-        "ngram_embeds": ("sparse", 0.3 * wide, (0.5, 0.6), 0.0),
+        "ngram_embeds": ("sparse", 0.3 * wide, (0.0, 0.8), 0.0),
+        "induction_embed": ("adamw", 0.8 * wide, (0.5, 0.6), 0.0),
         "x0_lambda": ("adamw", 0.5, (0.96, 0.95), 0.0),
         "residual_lambda": ("adamw", 0.6, (0.5, 0.6), 0.0),
         "gate": ("adamw", 0.7, (0.5, 0.6), 0.0),

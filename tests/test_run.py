@@ -426,7 +426,7 @@ def test_weights_are_those_of_the_last_kept_run_or_of_one_that_is_not_logged(clo
 
 # Signals
 
-PHASES = {"warm-up": "train, 'warm_up'", "training": "train, 'train'", "evaluation": "prepare, 'evaluate_bpb'"}
+PHASES = {"warm-up": "prepare, 'warm_up'", "training": "train, 'train'", "evaluation": "prepare, 'evaluate_bpb'"}
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -437,7 +437,9 @@ def interrupted(new_clone) -> dict[tuple[str, int], tuple[Clone, Run]]:
     def job(phase: str, number: int) -> tuple[Clone, Run]:
         clone = new_clone()
         run = clone.start(edit=f"forever({PHASES[phase]})")
+        give_up = time.monotonic() + 300
         while "here\n" not in run.out:
+            assert time.monotonic() < give_up, run
             time.sleep(0.01)
         time.sleep(random.Random(phase).uniform(0, 0.5))
         os.kill(run.process.pid, number)

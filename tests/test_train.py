@@ -170,7 +170,7 @@ def test_fa3_and_sdpa_agree_where_every_layer_sees_the_whole_context():
     flash = train.load_fa3()
     if flash is None:
         pytest.skip("flash_attn_interface is not installed")
-    config = dataclasses.replace(train.SIZES[-1][1], depth=2, seq_len=256, vocab_size=VOCAB)
+    config = dataclasses.replace(train.SIZES[-1][1], depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB)
     torch.manual_seed(0)
     with torch.device("cuda"):
         fa3, sdpa = (train.GPT(config, torch.bfloat16, attention) for attention in (flash, None))
@@ -255,7 +255,7 @@ def dense_adam(p, grad, v, lr, beta2):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_sparse_adam_moves_the_rows_of_a_batch_and_no_other(accumulation):
     torch.manual_seed(0)
-    table = train.NGramEmbedding(2, 50, 8)
+    table = train.NGramEmbedding(2, 50, 8, torch.float32)
     torch.nn.init.zeros_(table.weight)
     table.sparse = True
     group = dict(kind="sparse", params=[table.weight], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0, momentum=0.0)
@@ -289,8 +289,8 @@ def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
 
 def test_ngrams_tell_successions_of_tokens_apart():
     rows = 4096
-    for n in (2, 3):
-        table = train.NGramEmbedding(n, rows, 1)
+    for n in train.NGRAMS:
+        table = train.NGramEmbedding(n, rows, 1, torch.float32)
         table.weight.data = torch.arange(rows, dtype=torch.float32)[:, None]  # so that it says which row it takes
         idx = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(n))
         took = table(idx).flatten()
@@ -299,6 +299,20 @@ def test_ngrams_tell_successions_of_tokens_apart():
         idx[1:, 100 : 100 + n] = idx[0, 100 : 100 + n]  # the same n tokens, whatever stands before them
         assert table(idx)[:, 99 + n].unique().numel() == 1
         assert table(idx)[:, 98 + n].unique().numel() > 1
+
+
+def test_induction_takes_from_earlier_in_the_row_and_never_from_later_or_from_other_rows():
+    random = torch.Generator().manual_seed(0)
+    table = train.InductionEmbedding(6, 1)
+    table.weight.data = torch.arange(6.0)[:, None]  # so that it says which row it takes
+    idx, other = torch.randint(5, (2, 16, 64), generator=random)  # short vocabulary: much comes again
+    before = table(idx)[..., 0]
+    assert (before != 5).float().mean() > 0.1 and (before[:, :3] == 5).float().mean() > 0.9
+    for cut in range(4, 64):
+        changed = torch.cat([idx[:, :cut], other[:, cut:]], dim=1)
+        assert torch.equal(table(changed)[:, :cut, 0], before[:, :cut]), "the future"
+        assert torch.equal(table(idx[:, :cut])[..., 0], before[:, :cut]), "the length of the row"
+    assert torch.equal(table(idx[3:4])[0, :, 0], before[3]), "other rows"
 
 
 @pytest.mark.parametrize(("epochs", "forgets"), [(0.97, []), (1.5, [9]), (2.5, [6, 16])])
@@ -358,6 +372,24 @@ def test_overflow_skips_the_step_and_changes_no_bit():
     assert not torch.equal(before[0], tensors[0]), "and the next step goes on"
 
 
+def test_fp16_with_fp16_tables_skips_the_steps_that_overflow_and_learns_in_the_others(monkeypatch):
+    monkeypatch.setattr(train, "pick_numerics", lambda *_: (torch.float16, "sdpa"))
+    model, optimizer = build()
+    assert {table.weight.dtype for table in model.ngram_embeds} == {torch.float16}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=10)
+    losses, skipped = [], []
+    for step in range(50):
+        tables = [table.weight.detach().clone() for table in model.ngram_embeds]
+        before = optimizer.num_skipped.item()
+        losses.append(train.train_step(model, optimizer, scaler, batches())[0].item())
+        skipped.append(optimizer.num_skipped.item() > before)
+        for table, old in zip(model.ngram_embeds, tables, strict=True):
+            assert torch.equal(table.weight, old) == skipped[-1], f"step {step}"
+    assert skipped[0] and 3 < sum(skipped) < 30, skipped
+    assert losses[0] > 6 and losses[-1] < 0.5, losses
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_loss_scale_does_not_change_the_update():
     runs = []
     for enabled in (False, True):
@@ -396,7 +428,8 @@ def test_a_run_with_warm_up_starts_as_one_without_bit_for_bit(monkeypatch, token
     torch.optim.AdamW in place of our optimizer works as well."""
     monkeypatch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
     if kind == "adamw":
-        monkeypatch.setattr(train, "make_optimizer", lambda model: torch.optim.AdamW(model.parameters()))
+        # fused: the others refuse to unscale the fp16 tables
+        monkeypatch.setattr(train, "make_optimizer", lambda model: torch.optim.AdamW(model.parameters(), fused=True))
         monkeypatch.setattr(train, "set_schedules", lambda *_: None)
     made = []  # the last of each kind is the run's
 
@@ -406,8 +439,8 @@ def test_a_run_with_warm_up_starts_as_one_without_bit_for_bit(monkeypatch, token
     monkeypatch.setattr(train, "make_optimizer", recorded(train.make_optimizer))
     monkeypatch.setattr(train, "make_scaler", recorded(train.make_scaler))
     starts = []
-    for warm_up in (train.warm_up, lambda model: None):
-        monkeypatch.setattr(train, "warm_up", warm_up)
+    for warm_up in (prepare.warm_up, lambda model, step: None):
+        monkeypatch.setattr(prepare, "warm_up", warm_up)
         clock = Clock(tokens=128)
         monkeypatch.setattr(clock, "start", lambda: (_ for _ in ()).throw(Started))
         with pytest.raises(Started):
@@ -419,21 +452,35 @@ def test_a_run_with_warm_up_starts_as_one_without_bit_for_bit(monkeypatch, token
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor(monkeypatch, capsys):
+def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor(capsys):
     model, _ = build(dataclasses.replace(TINY, device_batch_size=9, total_batch_size=18 * 64))
-    real, seen = train.train_step, []
+    seen = []
 
-    def step(model, optimizer, scaler, loader):
+    def step(loader):
         size = next(loader)[0].size(0)
         seen.append(size)
         if size > 2:
+            model.embed.weight.grad = torch.ones_like(model.embed.weight)  # which the next attempt must not find
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(model, optimizer, scaler, loader)
+        assert model.embed.weight.grad is None
+        train.train_step(model, train.make_optimizer(model), train.make_scaler(model), loader)
 
-    monkeypatch.setattr(train, "train_step", step)
-    train.warm_up(model)
+    prepare.warm_up(model, step)
     assert seen == [9, 3, 1] and model.config.device_batch_size == 1 and model.config.total_batch_size == 18 * 64
     assert capsys.readouterr().out.count("Out of memory") == 2
+
+
+def test_a_single_sequence_that_does_not_fit_ends_the_warm_up():
+    model, _ = build(dataclasses.replace(TINY, device_batch_size=2))
+    seen = []
+
+    def step(loader):
+        seen.append(next(loader)[0].size(0))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        prepare.warm_up(model, step)
+    assert seen == [2, 1]
 
 
 def test_a_device_batch_that_does_not_divide_the_total_batch_is_refused_with_both():
