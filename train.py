@@ -180,7 +180,7 @@ class NGramEmbedding(nn.Embedding):
 
     @staticmethod
     def set_aside(weight):
-        """Hides a sparse gradient from GradScaler, which would sum it up by rows and wait for the GPU."""
+        """Hides a sparse gradient from GradScaler, which would wait for the GPU to sum its rows."""
         if weight.grad.is_sparse:
             weight.sparse_grads.append(weight.grad)
             weight.grad = None
@@ -197,7 +197,7 @@ class InductionEmbedding(nn.Embedding):
         again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
         before = torch.where(again, order.roll(1, dims=1), -1)
         before = torch.empty_like(order).scatter_(1, order, before)  # (B, T) where they ended, or -1
-        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # the last row: of -1, nothing
+        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # of -1: the last row
         return super().forward(followers.gather(1, before % idx.size(1)))  # (B, T) -> (B, T, C)
 
 
@@ -352,7 +352,7 @@ def build_model(config: Config | dict, device: torch.device, capability: tuple[i
 
 # ---- MuonAdamW: Muon (polar express, NorMuon, cautious decay) for the matrices, AdamW for the rest
 
-# Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (5 steps, safety factor 2e-2, cushion 2)
+# Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (safety factor 2e-2, cushion 2)
 POLAR_EXPRESS = [
     (8.156554, -22.483292, 15.878769),
     (4.042929, -2.808917, 0.500017),
@@ -377,6 +377,7 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
     first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
     total = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, first, grad.float()) / loss_scale  # else 0
     mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
+    skip = skip | ~mean_sq.isfinite()  # GradScaler has not seen them
     old = exp_avg_sq[ids]
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
     exp_avg_sq[ids] = torch.where(skip, old, v)
@@ -523,7 +524,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"].append(p)
     for table in model.ngram_embeds:
-        table.sparse = True  # gradients of the rows that a batch touches
+        table.sparse = True  # gradients of touched rows only
     groups = [group for group in groups.values() if group["params"]]
     for group in groups:
         group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
@@ -586,7 +587,7 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         clock.advance(config.total_batch_size, loss, epoch)
         before, epochs_left = epochs_left, clock.tokens_left() // (0.98 * epoch_tokens)
         if epochs_left < before < math.inf:
-            for table in model.ngram_embeds:  # start over: they know text by heart and must not see it twice
+            for table in model.ngram_embeds:  # start over: they know text by heart
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")

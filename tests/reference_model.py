@@ -32,8 +32,8 @@ class Model:
     head_dim: int
     sliding: bool = False  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
     rope_base: float = 200_000
-    softcap: float = 15.0
-    slope: float = 0.5  # of the MLP's LeakyReLU^2 below zero
+    softcap: float = 12.0
+    slope: float = 0.3  # of the MLP's LeakyReLU^2 below zero
 
 
 def rms_norm(x: Tensor) -> Tensor:
