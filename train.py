@@ -29,7 +29,7 @@ ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in toke
 SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
-X0_LAMBDA = 0.05           # share of the embeddings that enters each block, at the start
+X0_LAMBDA = 0.05           # share of the embeddings that enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
@@ -445,7 +445,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
         self.steps, self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(3))
-        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets it, and found_inf, before each step
+        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets it and found_inf before each step
         for group in self.param_groups:
             params = group["params"]
             if group["kind"] == "muon":
@@ -485,7 +485,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 wrap = compiled if self.device.type == "cuda" else (lambda function: function)
                 params, grads = ([as_stack(t) for t in tensors] for tensors in (params, grads))
                 scale, momentum_buffer, second_moment = group["state"]
-                # stacked out here: Inductor would compile one kernel per parameter
+                # stacked here: Inductor would compile one kernel per parameter
                 update = wrap(muon_direction)(torch.cat(grads), momentum_buffer, h, self.dtype, loss_scale, skip)
                 stack = torch.cat(params)  # (n, R, C)
                 wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
