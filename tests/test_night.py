@@ -388,7 +388,7 @@ def check_chart(chart, rows: list[dict]) -> None:
     numbers = [number for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
     assert [int(number) for number in re.findall(r"^ *(\d+)  ", text, re.M)] == numbers
     for number in numbers:
-        assert " ".join(rows[number - 1]["description"].split())[:75] in text
+        assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
     counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
     assert sum(counts) == len(rows)
 
