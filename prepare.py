@@ -559,11 +559,12 @@ def process_seconds() -> float:
 
 
 def save_weights(model) -> None:
-    """Weights in fp16, for --sample, and the config, by rename. A full disk costs them, not the run."""
+    """Weights in half precision, and the config, by rename. A full disk costs them, not the run."""
+    import torch
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
-    state = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    state = {name: t.half() if t.dtype == torch.float32 else t for name, t in model.state_dict().items()}
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)
