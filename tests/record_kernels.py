@@ -43,8 +43,8 @@ ATTENTION_TILE = 64  # keys: causal attention computes half of the square and ha
 
 class Kernel(NamedTuple):
     where: str  # the submodule, such as attn.c_qkv, else the compiled function or module, else the op
-    kind: str  # "GEMM", "fp32 GEMM", "attention forward", "attention backward", or "memory" for what computes little
-    flops: float
+    kind: str  # "GEMM", "fp32 GEMM", "attention forward" or "backward", "scatter", or "memory" for what computes little
+    flops: float  # of scatters the atomic additions; of "memory" 0
     bytes: float
 
 
@@ -79,9 +79,11 @@ def kernel_of(op, args, out, where: str) -> Kernel:
         B, H, T, D = tensors[0].shape
         return Kernel(where, kind, 2 * gemms * B * H * T * D * (T + ATTENTION_TILE) / 2, nbytes(args, out))
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
-        return Kernel(where, "memory", 0, nbytes(out) + 3 * nbytes(tensors[0 if name == SCATTERS[0] else -1]))
+        source = tensors[0 if name == SCATTERS[0] else -1]
+        return Kernel(where, "scatter", source.numel(), nbytes(out) + 3 * nbytes(source))
     if name in ("index_add_", "scatter_"):  # reads the source, reads and writes as much of the target
-        return Kernel(where, "memory", 0, 3 * nbytes(tensors[-1]))
+        adds = tensors[-1].numel() if name == "index_add_" else 0
+        return Kernel(where, "scatter", adds, 3 * nbytes(tensors[-1]))
     if name in ("embedding", "index"):
         return Kernel(where, "memory", 0, 2 * nbytes(out))
     if name in ("copy_", "_foreach_copy_"):

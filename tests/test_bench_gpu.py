@@ -1,16 +1,20 @@
 """Claims about the models of GPUs, and about what a T4 runs."""
 
 import dataclasses
+import itertools
 
 import bench_gpu
+import bench_train
 import pytest
 import torch
 import torch.nn.functional as F
 from record_kernels import ATTENTION_TILE, Recorder
 
+import prepare
 import train
 
 T4 = bench_gpu.size_for("T4")
+SMALL = dataclasses.replace(T4, depth=2, ngram_rows=1000)
 
 
 def test_the_published_port_takes_what_it_took():
@@ -19,11 +23,98 @@ def test_the_published_port_takes_what_it_took():
     assert predicted["memory_gb"] == pytest.approx(2497 / 1024, rel=0.25)
 
 
+def test_an_h200_takes_what_it_took():
+    config = train.scale_batch(bench_gpu.size_for("H200"), 60)
+    size = (config.depth, config.n_embd, config.total_batch_size, config.ngram_rows, train.NGRAMS)
+    if size != (9, 640, 2**16, 2_621_440, (2, 3, 4)):
+        pytest.skip("that size has not been measured")
+    predicted = bench_gpu.predict(config, "H200")
+    assert predicted["flash"]
+    assert predicted["tokens_per_sec"] == pytest.approx(1.0736e6, rel=0.15)
+    assert predicted["memory_gb"] == pytest.approx(26_454 / 1024, rel=0.15)
+
+
+def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
+    for name in ("pick_size", "scale_batch", "NGRAMS", "layers"):
+        monkeypatch.setattr(train, name, getattr(train, name))  # restored later
+    for owner in (train.InductionEmbedding, train.Attention):
+        monkeypatch.setattr(owner, "forward", owner.forward)
+    exec(bench_train.RECIPES["same-shape"], {"train": train})
+    predicted = bench_gpu.predict.__wrapped__(train.pick_size(0), "H200")
+    bench_gpu.record.cache_clear()  # of the recipe's changes
+    assert 1e3 * predicted["seconds"] == pytest.approx(282, rel=0.15)
+    assert predicted["memory_gb"] == pytest.approx(43_536 / 1024, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "n, d, v, milliseconds", [(65536, 512, 8192, 3.42), (262144, 512, 8192, 13.53), (8192, 4096, 128256, 38.4)]
+)
+def test_an_h100_takes_for_the_cross_entropy_what_it_took(n, d, v, milliseconds):
+    x, weight = torch.empty(n, d, device="meta"), torch.empty(v, d, device="meta")
+    kernels = bench_gpu.cross_entropy(bench_gpu.chunk_rows("H100", v), (x, weight), (None, x, weight))
+    seconds = sum(map(bench_gpu.rates("H100").seconds, kernels))
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "fa3, length, window, milliseconds",
+    [(True, 2048, 2048, 2.81), (True, 2048, 256, 1.54), (False, 2048, 2048, 3.02), (False, 256, 256, 1.36)],
+)
+def test_an_h200_takes_for_attention_what_it_took(fa3, length, window, milliseconds):
+    """Forward and backward, 64 x 2048 tokens, 5 heads of 128; without FA3 in pieces."""
+    q = torch.empty(64 * 2048 // length, length, 5, 128, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(len(q), 5, length, device="meta")
+    forward = bench_gpu.flash_kernel(False, (q, q, q, window), (q, lse))
+    backward = bench_gpu.flash_kernel(True, (q, q, q, q, q, lse, window), (q, q, q))
+    seconds = sum(map(bench_gpu.rates("H200", fa3).seconds, forward + backward))
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.2)
+
+
+def test_attention_computes_what_the_mask_keeps_and_half_a_tile_at_each_edge():
+    B, T, H, D, W = 2, 1024, 3, 64, 128
+    q = torch.empty(B, T, H, D, dtype=torch.bfloat16, device="meta")
+    for window, edges in [(T, 1), (W, 1 + (T - W) / T)]:
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        pairs = ((distance >= 0) & (distance < window)).sum().item()  # of a query and a key
+        [kernel] = bench_gpu.flash_kernel(False, (q, q, q, window), (q, torch.empty(0)))
+        expected = 2 * 2 * B * H * D * (pairs + T * edges * bench_gpu.FLASH_TILE / 2)
+        assert kernel.flops == pytest.approx(expected, rel=0.01)
+
+
+def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
+    for gpu, specification in prepare.GPUS.items():
+        peak, rates = prepare.peak_flops(*specification), bench_gpu.rates(gpu)
+        assert bench_gpu.MEMORY[gpu][1] * 0.7 < rates.memory < bench_gpu.MEMORY[gpu][1]
+        assert max(rates.attention_forward, rates.attention_backward) < rates.gemm < peak
+    order = ("T4", "L4", "A100", "H100", "H200", "B200")
+    for slower, faster in itertools.pairwise(order):
+        one, other = bench_gpu.rates(slower), bench_gpu.rates(faster)
+        assert one.gemm <= other.gemm and one.scatter <= other.scatter
+
+
+def test_each_gpu_runs_its_own_numerics():
+    def dtypes_and_ops(gpu, fa3):
+        recorder, model, _ = bench_gpu.record(SMALL, prepare.GPUS[gpu][0], 4096, evaluation=True, fa3=fa3)
+        return model.dtype, model.blocks[0].attn.flash is not None, "flash_forward" in recorder.ops
+
+    assert dtypes_and_ops("V100", True) == (torch.float16, False, False)
+    assert dtypes_and_ops("RTX3090", True) == (torch.bfloat16, False, True)  # SDPA's flash or cuDNN
+    assert dtypes_and_ops("H100", True) == (torch.bfloat16, True, True)
+    assert dtypes_and_ops("H100", False) == (torch.bfloat16, False, True)
+
+
+def test_a_model_that_is_too_large_gets_a_smaller_device_batch(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "predict", lambda config, *_: {"memory_gb": config.device_batch_size})  # 1 GiB each
+    config = dataclasses.replace(T4, device_batch_size=64, total_batch_size=2**17)
+    for gpu, sequences in [("H100", 64), ("A100", 32), ("RTX3090", 16), ("RTX3060", 8)]:
+        assert bench_gpu.fit(config, gpu) == dataclasses.replace(config, device_batch_size=sequences)
+
+
 def test_recorded_flops_are_those_that_train_counts():
     predicted = bench_gpu.predict(T4)
     flops = {"GEMM": 0.0, "attention forward": 0.0, "attention backward": 0.0}
     for kernel in predicted["recorder"].kernels:
-        if kernel.flops and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
+        if kernel.kind not in ("memory", "scatter") and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
             flops[kernel.kind] += kernel.flops / T4.total_batch_size  # a KeyError is a GEMM in fp32
     table = train.layers(T4)
     # the lower triangle and half a tile, where train.py counts the square
@@ -43,7 +134,7 @@ def test_a_t4_is_given_nothing_that_it_lacks():
 
 
 def test_what_a_t4_lacks_would_be_seen():
-    recorder, *_ = bench_gpu.record(T4, "T4", evaluation=True, capability=(8, 0))
+    recorder, *_ = bench_gpu.record(SMALL, (7, 5), bench_gpu.chunk_rows("T4"), evaluation=True, capability=(8, 0))
     assert torch.bfloat16 in recorder.dtypes
     assert not any("efficient_attention" in op for op in recorder.ops)
 
