@@ -414,11 +414,11 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             stands = gain > T_95[min(n, 10) - 2] * error
     if not left:
         raise PrepareError("fewer than two runs of a revision have ended well: see their rows; --again repeats them")
-    verdict = f"Of the {logged:.4f} gained as logged, {' and '.join(left)} "
-    if stands:
-        verdict += f"stands: {logged - gain:.4f} was luck." if logged > gain else "stands: none of it was luck."
-    else:
-        verdict = f"The night found nothing that stands. {verdict}is left: no more than chance gives."
+    of_this = f"of the {logged:.4f} gained as logged: {' and '.join(left)}"
+    luck = f"The rest, {logged - gain:.4f}, was luck." if logged > gain else "None of it was luck."
+    verdict = f"What stands {of_this}. {luck}"
+    if not stands:
+        verdict = f"The night found nothing that stands. What is left {of_this}, no more than chance gives."
     return "\n".join([*lines, "", verdict])
 
 

@@ -101,7 +101,7 @@ def pick_numerics(capability: tuple[int, int] | None, has_fa3: bool) -> tuple[to
         raise prepare.PrepareError(f"compute capability {capability} is below 7.0: use --gpu cpu")
     if capability < (8, 0):
         return torch.float16, "sdpa"
-    return torch.bfloat16, "fa3" if has_fa3 and capability < (10, 0) else "sdpa"  # its binaries end at Hopper
+    return torch.bfloat16, "fa3" if has_fa3 and capability[0] == 9 else "sdpa"
 
 
 def pick_size(peak_flops: float) -> Config:

@@ -154,7 +154,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert names == sorted((commit, f"report: seed {seed}") for commit in (first, last) for seed in (101, 102, 103))
     assert rows[0]["status"] == "keep" and {row["status"] for row in rows} <= {"keep", "discard"}
     verdict = re.search(
-        r"Of the (.*) gained as logged, (.*) \+- .* on new seeds and (.*) \+- .* stands: (.*) was luck", output
+        r"What stands of the (.*) gained as logged: (.*) \+- .* seeds and (.*) \+- .*The rest, (.*), was luck", output
     )
     logged, val, test, luck = map(float, verdict.groups())
     assert abs(val - 0.02) < 0.005 and abs(test - 0.02) < 0.005 and luck == pytest.approx(logged - test, abs=2e-4)
@@ -220,8 +220,8 @@ def test_gains_and_their_standard_errors_are_those_of_the_two_means():
     test["b"] = [1.302, 1.303, 1.304]
     text = night_py.gains(first, last, rows_of(val, test))
     assert text.splitlines()[-1] == (
-        "Of the 0.0100 gained as logged, 0.0060 +- 0.0013 on new seeds and 0.0060 +- 0.0013 on text that no experiment "
-        "has seen stands: 0.0040 was luck."
+        "What stands of the 0.0100 gained as logged: 0.0060 +- 0.0013 on new seeds and 0.0060 +- 0.0013 on text that "
+        "no experiment has seen. The rest, 0.0040, was luck."
     )
 
 

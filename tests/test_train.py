@@ -44,7 +44,7 @@ def batches(config=TINY, seed=1):
         (None, True, torch.float32, "sdpa"),
         ((7, 0), True, torch.float16, "sdpa"),
         ((7, 5), True, torch.float16, "sdpa"),
-        ((8, 0), True, torch.bfloat16, "fa3"),
+        ((8, 0), True, torch.bfloat16, "sdpa"),
         ((8, 6), False, torch.bfloat16, "sdpa"),
         ((8, 9), False, torch.bfloat16, "sdpa"),
         ((9, 0), True, torch.bfloat16, "fa3"),
