@@ -191,6 +191,7 @@ class Attention(nn.Module):
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
+        self.temperature = nn.Parameter(torch.empty(self.n_head))
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
@@ -201,7 +202,7 @@ class Attention(nn.Module):
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        q, k = rotate(norm(q) * self.temperature.to(x.dtype)[:, None], cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = (self.windows if self.flash else self.pieces)(q, k, v)
@@ -275,6 +276,8 @@ class GPT(nn.Module):
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        for block in self.blocks:
+            nn.init.ones_(block.attn.temperature)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -488,6 +491,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "temperature": adamw(GATE_LR),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
