@@ -191,13 +191,16 @@ class Attention(nn.Module):
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
+        self.residual_lambda_v = nn.Parameter(torch.empty(()))
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
-    def forward(self, x, idx, cos, sin):
+    def forward(self, x, idx, cos, sin, v1):
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
         q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        v1 = v if v1 is None else v1
+        v = v + self.residual_lambda_v * (v1 - v)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
@@ -205,7 +208,7 @@ class Attention(nn.Module):
         # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = (self.windows if self.flash else self.pieces)(q, k, v)
-        return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
+        return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C)), v1
 
     def windows(self, q, k, v):
         # contiguous here, where it is fused: some builds of FA3 copy a slice, once forward and once backward
@@ -244,10 +247,11 @@ class Block(nn.Module):
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
         self.x0_lambda = nn.Parameter(torch.empty(()))  # and of the token embedding
 
-    def forward(self, x, x0, idx, cos, sin):
+    def forward(self, x, x0, idx, cos, sin, v1):
         x = self.residual_lambda * x + self.x0_lambda * x0  # (B, T, C)
-        x = x + self.attn(norm(x), idx, cos, sin)
-        return x + self.mlp(norm(x))
+        y, v1 = self.attn(norm(x), idx, cos, sin, v1)
+        x = x + y
+        return x + self.mlp(norm(x)), v1
 
 
 class GPT(nn.Module):
@@ -276,6 +280,8 @@ class GPT(nn.Module):
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
+            nn.init.constant_(block.attn.residual_lambda_v, 0.3)
+        for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
         requantize(self)
@@ -285,8 +291,9 @@ class GPT(nn.Module):
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         # cast before the lookup: no (B, T, C) tensor exists in fp32
         x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams)
+        v1 = None
         for block in self.blocks:
-            x = block(x, x0, idx, cos, sin)
+            x, v1 = block(x, x0, idx, cos, sin, v1)
         return norm(x)
 
     def forward(self, idx, targets=None, reduction="mean"):
