@@ -192,6 +192,7 @@ class Attention(nn.Module):
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
+        self.register_buffer("shifted2", shifted & (torch.arange(self.head_dim) % 2 == 1), persistent=False)
         self.register_buffer("shifted", shifted, persistent=False)
 
     def forward(self, x, idx, cos, sin):
@@ -204,6 +205,7 @@ class Attention(nn.Module):
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
+        k = torch.where(self.shifted2, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = (self.windows if self.flash else self.pieces)(q, k, v)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
