@@ -230,11 +230,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = block_linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
+        width = 8 * config.n_embd // 3
+        self.c_fc = block_linear(config.n_embd, 2 * width)
+        self.c_proj = block_linear(width, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        a, b = self.c_fc(x).chunk(2, -1)
+        return self.c_proj(F.silu(a) * b)
 
 
 class Block(nn.Module):
