@@ -292,8 +292,11 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
+        training = torch.is_grad_enabled()
         with torch.enable_grad():  # so that evaluation runs what training has compiled
             ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
+            if training:
+                ngrams = ngrams * (torch.rand(*idx.shape, 1, device=idx.device) > 0.1)
             x = self.trunk(idx, ngrams)
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
