@@ -190,6 +190,7 @@ class Attention(nn.Module):
         self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
+        self.value_embed_2 = nn.Embedding(4 * config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
@@ -200,7 +201,9 @@ class Attention(nn.Module):
         q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
-            v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
+            pair = (NGramEmbedding.HASH * (NGramEmbedding.HASH * idx + F.pad(idx, (1, -1))) >> 24) % self.value_embed_2.num_embeddings
+            embed = F.embedding(idx, self.value_embed.weight.to(x.dtype)) + F.embedding(pair, self.value_embed_2.weight.to(x.dtype))
+            v = v + gate[:, :, H:] * embed.view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
