@@ -33,7 +33,7 @@ NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
-MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
+MATRIX_LR = 0.038           # matrices inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
