@@ -181,7 +181,7 @@ class NGramEmbedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    GATE_CHANNELS = 32  # input channels that feed the head gates
+    GATE_CHANNELS = 64  # input channels that feed the head gates
 
     def __init__(self, config, layer, flash):
         super().__init__()
