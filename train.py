@@ -186,7 +186,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer, flash):
         super().__init__()
         self.n_head, self.head_dim = config.n_embd // config.head_dim, config.head_dim
-        self.layer, self.flash = layer, flash
+        self.layer, self.flash, self.bos = layer, flash, config.vocab_size - 4
         self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
@@ -204,14 +204,14 @@ class Attention(nn.Module):
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        y = (self.windows if self.flash else self.pieces)(q, k, v)
+        y = (self.windows if self.flash else self.pieces)(q, k, v, idx)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
     def windows(self, q, k, v):
         # contiguous here, where it is fused: some builds of FA3 copy a slice, once forward and once backward
         return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
 
-    def pieces(self, q, k, v):
+    def pieces(self, q, k, v, idx):
         """Causal attention within pieces of `window` tokens. Zeros in front and behind shift the cuts.
 
         Those in front take part in the softmax of the first tokens, like an attention sink: without them, the first
@@ -223,7 +223,9 @@ class Attention(nn.Module):
             q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
         q, k, v = (t.reshape(-1, W, H, D).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
         with sdpa_kernel(SDPA_BACKENDS[2 * (q.dtype == torch.float16) :], set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            document = F.pad((idx == self.bos).cumsum(1), (S, W - S) if S else (0, 0)).reshape(-1, 1, W)
+            mask = (document[..., None] == document[..., None, :]).tril()
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
         return y.reshape(B, -1, H, D)[:, S : S + T]
 
 
