@@ -258,7 +258,8 @@ class GPT(nn.Module):
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
-        inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
+        quarter = config.head_dim // 4
+        inverse_freq = F.pad(1024 ** -torch.linspace(0, 1, quarter), (0, quarter))
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
         self.register_buffer("cos", cos.to(dtype), persistent=False)
