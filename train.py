@@ -284,7 +284,8 @@ class GPT(nn.Module):
         """Tokens (B, T) and the sum of their n-gram embeddings (B, T, C) to the last hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         # cast before the lookup: no (B, T, C) tensor exists in fp32
-        x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams)
+        embed = F.embedding(idx, self.embed.weight.to(self.dtype))
+        x, x0 = norm(embed + ngrams), norm(embed)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
         return norm(x)
