@@ -34,7 +34,7 @@ X0_LAMBDA = 0.05           # how much of the token embedding enters each block a
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
-EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
+EMBEDDING_LR = 1.2         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
