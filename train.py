@@ -289,6 +289,8 @@ class GPT(nn.Module):
             x = block(x, x0, idx, cos, sin)
         return norm(x)
 
+    ahead = 0.0  # weight of the loss on the token after the next
+
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
@@ -297,7 +299,11 @@ class GPT(nn.Module):
             x = self.trunk(idx, ngrams)
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
-        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
+        loss = fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
+        if self.ahead and torch.is_grad_enabled():
+            later = F.pad(targets[:, 1:], (0, 1), value=-1)
+            loss = loss + self.ahead * fused_linear_cross_entropy(x, self.lm_head.weight, later, softcap=SOFTCAP)
+        return loss
 
     def flops_per_token(self) -> float:
         """Forward and backward as nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
@@ -586,6 +592,7 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress(), clock.steps)
+        model.ahead = max(0.0, 0.5 * (1 - clock.progress() / 0.3))
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(config.total_batch_size, loss, epoch)
         before, epochs_left = epochs_left, clock.tokens_left() // (0.98 * epoch_tokens)
