@@ -246,7 +246,9 @@ class Block(nn.Module):
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x + self.x0_lambda * x0  # (B, T, C)
-        x = x + self.attn(norm(x), idx, cos, sin)
+        h, shifted = norm(x), x.size(-1) // 8
+        h = torch.cat([h[..., :-shifted], F.pad(h[..., -shifted:], (0, 0, 1, -1))], -1)
+        x = x + self.attn(h, idx, cos, sin)
         return x + self.mlp(norm(x))
 
 
