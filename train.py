@@ -487,7 +487,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
-        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
