@@ -267,7 +267,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
-        nn.init.normal_(self.embed.weight)
+        nn.init.normal_(self.embed.weight, std=0.5)
         for table in self.ngram_embeds:
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
