@@ -247,7 +247,9 @@ class Block(nn.Module):
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x + self.x0_lambda * x0  # (B, T, C)
         x = x + self.attn(norm(x), idx, cos, sin)
-        return x + self.mlp(norm(x))
+        h, shifted = norm(x), x.size(-1) // 4
+        h = torch.cat([F.pad(h[..., :shifted], (0, 0, 1, -1)), h[..., shifted:]], -1)
+        return x + self.mlp(h)
 
 
 class GPT(nn.Module):
