@@ -59,7 +59,7 @@ def layers(config):
     """One per layer, counted from the last: another depth changes the first layers and leaves the rest."""
     table = []
     for i in range(config.depth):  # i = 0 is the last layer
-        window = config.seq_len if i % 5 == 0 else config.window
+        window = config.seq_len if i % 5 in (0, 2) else config.window
         table.append(Layer(window, shift=i % 2 * window // 2, value_embed=i % 2 == 0))
     return table[::-1]
 
