@@ -258,6 +258,7 @@ class GPT(nn.Module):
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("canon", torch.zeros(config.vocab_size, dtype=torch.long))  # one id for all spellings
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
@@ -293,7 +294,7 @@ class GPT(nn.Module):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
+            ngrams = sum(table(self.canon[idx]).to(self.dtype) for table in self.ngram_embeds)
             x = self.trunk(idx, ngrams)
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
@@ -575,6 +576,9 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     """Trains within the clock's budget; returns the model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
+    names = [tokenizer.decode([i]).strip().lower() or i for i in range(config.vocab_size)]
+    first = {name: i for i, name in reversed(list(enumerate(names)))}
+    model.canon.copy_(torch.tensor([first[name] for name in names]))
     warm_up(model)
 
     torch.manual_seed(seed)
