@@ -390,7 +390,7 @@ def muon_update(p, update, second_moment, scale, hyper, skip):
     update = update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): even out the rows by their running second moment, keep the whole norm
     row_sq = update.square().mean(dim=-1, keepdim=True)
-    moment = second_moment.lerp(row_sq, 0.05)
+    moment = second_moment.lerp(row_sq, 0.02)
     even_sq = row_sq / moment.clamp_min(1e-10)
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
