@@ -60,7 +60,7 @@ def layers(config):
     table = []
     for i in range(config.depth):  # i = 0 is the last layer
         window = config.seq_len if i % 5 == 0 else config.window
-        table.append(Layer(window, shift=i % 2 * window // 2, value_embed=i % 2 == 0))
+        table.append(Layer(window, shift=i % 3 * (window // 3 // 8 * 8), value_embed=i % 2 == 0))
     return table[::-1]
 
 
