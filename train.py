@@ -452,6 +452,14 @@ class MuonAdamW(torch.optim.Optimizer):
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True)):
+            if group["kind"] == "rows":
+                for p, v in zip(group["params"], group["state"][1]):
+                    mean_sq = (p.grad / loss_scale).square().mean(-1, keepdim=True)
+                    new = torch.where(v[:, :1] == 0, mean_sq, v[:, :1].lerp(mean_sq, 0.05))
+                    new = torch.where(mean_sq == 0, v[:, :1], new)
+                    assign(v[:, :1], new, skip)
+                    assign(p, p - h[0] * p.grad / loss_scale / (new.sqrt() + 1e-10), skip)
+                continue
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
                     if p.grad is not None:  # None: an edit has left it unused
@@ -488,7 +496,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
-        "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
+        "value_embed": adamw(0.2 * adamw_scale, kind="rows"),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
         "residual_lambda": adamw(RESIDUAL_LR),
