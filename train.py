@@ -191,13 +191,16 @@ class Attention(nn.Module):
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
+        self.taps = nn.Parameter(torch.empty(3, 3 * config.n_embd))
         shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
     def forward(self, x, idx, cos, sin):
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
-        q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        y, taps = self.c_qkv(x), self.taps.to(x.dtype)  # taps (n, 3C)
+        y = sum(F.pad(y, (0, 0, i, -i)) * tap if i else y * tap for i, tap in enumerate(taps))
+        q, k, v = y.view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
@@ -272,9 +275,12 @@ class GPT(nn.Module):
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
-            if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
+            if p.ndim == 2 and "taps" not in name:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        for block in self.blocks:
+            nn.init.zeros_(block.attn.taps)
+            nn.init.ones_(block.attn.taps[0])
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -488,6 +494,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "taps": adamw(0.01),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
