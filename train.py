@@ -519,7 +519,7 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
         if group["kind"] != "sparse":  # constant LR: rows first seen late still need full steps
             group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
         if group["kind"] == "muon":
-            group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
+            group["momentum"] = 0.85 + 0.12 * min(1.0, step / MOMENTUM_WARMUP)
             group["weight_decay"] = group["initial_weight_decay"] * (1 - progress)
 
 
