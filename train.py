@@ -35,7 +35,7 @@ FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
-NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
+NGRAM_LR = 0.6             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
