@@ -33,7 +33,7 @@ NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
-MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
+MATRIX_LR = 0.022           # matrices inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
@@ -85,7 +85,7 @@ class Config:
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 655_360)),
+    (1e12,   Config(5, 384, 128,   2048,   256,   8,     2**14, 655_360)),
     (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 655_360)),
     (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 655_360)),
 )  # fmt: skip
