@@ -258,6 +258,7 @@ class GPT(nn.Module):
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.attn_gate = Linear(32, 1)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
@@ -275,6 +276,7 @@ class GPT(nn.Module):
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        nn.init.zeros_(self.attn_gate.weight)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -287,7 +289,8 @@ class GPT(nn.Module):
         x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + ngrams)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
-        return norm(x)
+        x = norm(x)
+        return x * 2 * torch.sigmoid(self.attn_gate(x[..., :32]))
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
@@ -492,7 +495,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
         "residual_lambda": adamw(RESIDUAL_LR),
-        "attn.gate": adamw(GATE_LR),
+        "gate": adamw(GATE_LR),
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and key in name), None)
