@@ -45,7 +45,7 @@ MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linear
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
-FINAL_LR = 0.05            # ... to this fraction
+FINAL_LR = 0.0            # ... to this fraction
 
 
 @dataclass(frozen=True)
