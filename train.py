@@ -172,12 +172,22 @@ class NGramEmbedding(nn.Embedding):
     def __init__(self, n, rows, n_embd):
         super().__init__(rows, n_embd)
         self.n = n
+        self.register_buffer("owner", torch.zeros(rows, dtype=torch.int32))  # checksum of the n-gram a row belongs to
+        self.register_buffer("lead", torch.zeros(rows))  # how often it came, less how often others did
 
-    def forward(self, idx):
+    def forward(self, idx, training):
         key = idx
         for back in range(1, self.n):
             key = self.HASH * key + F.pad(idx, (back, -back))
-        return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+        key = (self.HASH * key).flatten()
+        row, tag = (key >> 24) % self.num_embeddings, key.int()
+        if training:
+            with torch.no_grad():
+                self.lead.index_add_(0, row, 2.0 * (self.owner[row] == tag) - 1)
+                self.owner.scatter_(0, row, torch.where(self.lead[row] < 0, tag, self.owner[row]))
+                self.lead.clamp_(min=0)
+        mine = (self.owner[row] == tag).view(*idx.shape, 1)
+        return super().forward(row).view(*idx.shape, -1), mine
 
 
 class Attention(nn.Module):
@@ -269,7 +279,8 @@ class GPT(nn.Module):
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
         for table in self.ngram_embeds:
-            nn.init.zeros_(table.weight)
+            for t in (table.weight, table.owner, table.lead):
+                nn.init.zeros_(t)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
@@ -292,8 +303,10 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
+        training = torch.is_grad_enabled()
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
+            looked_up = [table(idx, training) for table in self.ngram_embeds]
+            ngrams = sum(embed.to(self.dtype) * mine for embed, mine in looked_up)
             x = self.trunk(idx, ngrams)
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
