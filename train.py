@@ -29,7 +29,7 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
-NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
+NGRAMS = ((1,), (1, 2), (2,))            # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
@@ -169,13 +169,13 @@ class NGramEmbedding(nn.Embedding):
 
     HASH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
 
-    def __init__(self, n, rows, n_embd):
+    def __init__(self, offsets, rows, n_embd):
         super().__init__(rows, n_embd)
-        self.n = n
+        self.offsets = offsets
 
     def forward(self, idx):
         key = idx
-        for back in range(1, self.n):
+        for back in self.offsets:
             key = self.HASH * key + F.pad(idx, (back, -back))
         return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
