@@ -180,6 +180,26 @@ class NGramEmbedding(nn.Embedding):
         return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
 
+class Follows(nn.Embedding):
+    """What followed when the last n tokens occurred before in this window has an embedding, too."""
+
+    def __init__(self, vocab_size, n_embd):
+        super().__init__(vocab_size + 1, n_embd)
+
+    def find(self, idx, n):
+        """The last earlier place (B, T) of the last n tokens, or T - 1."""
+        key, T = idx, idx.size(1)
+        for back in range(1, n):
+            key = NGramEmbedding.HASH * key + F.pad(idx, (back, -back))
+        key, order = key.sort(dim=1, stable=True)  # equal keys, in the order of the text
+        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        return torch.empty_like(order).scatter_(1, order, torch.where(same, order.roll(1, 1), T - 1))
+
+    def forward(self, idx):
+        follower = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)
+        return super().forward(follower.gather(1, self.find(idx, 3)))
+
+
 class Attention(nn.Module):
     GATE_CHANNELS = 32  # input channels that feed the head gates
 
@@ -257,6 +277,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.follows = Follows(config.vocab_size, config.n_embd)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -275,6 +296,7 @@ class GPT(nn.Module):
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        nn.init.zeros_(self.follows.weight)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -294,7 +316,7 @@ class GPT(nn.Module):
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
             ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
-            x = self.trunk(idx, ngrams)
+            x = self.trunk(idx, ngrams + self.follows(idx).to(self.dtype))
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -488,6 +510,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "follows": adamw(0.8 * adamw_scale),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
