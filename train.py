@@ -234,7 +234,7 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.5).square())
 
 
 class Block(nn.Module):
