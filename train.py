@@ -172,12 +172,42 @@ class NGramEmbedding(nn.Embedding):
     def __init__(self, n, rows, n_embd):
         super().__init__(rows, n_embd)
         self.n = n
+        self.register_buffer("owner", torch.zeros(rows, dtype=torch.int32))  # checksum of the n-gram a row belongs to
+        self.register_buffer("lead", torch.zeros(rows))  # how often it came, less how often others did
 
-    def forward(self, idx):
+    def forward(self, idx, training):
         key = idx
         for back in range(1, self.n):
             key = self.HASH * key + F.pad(idx, (back, -back))
-        return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+        key = (self.HASH * key).flatten()
+        row, tag = (key >> 24) % self.num_embeddings, key.int()
+        if training:
+            with torch.no_grad():
+                self.lead.index_add_(0, row, 2.0 * (self.owner[row] == tag) - 1)
+                self.owner.scatter_(0, row, torch.where(self.lead[row] < 0, tag, self.owner[row]))
+                self.lead.clamp_(min=0)
+        mine = (self.owner[row] == tag).view(*idx.shape, 1)
+        return super().forward(row).view(*idx.shape, -1), mine
+
+
+class Follows(nn.Embedding):
+    """What followed when the last n tokens occurred before in this window has an embedding, too."""
+
+    def __init__(self, vocab_size, n_embd):
+        super().__init__(vocab_size + 1, n_embd)
+
+    def find(self, idx, n):
+        """The last earlier place (B, T) of the last n tokens, or T - 1."""
+        key, T = idx, idx.size(1)
+        for back in range(1, n):
+            key = NGramEmbedding.HASH * key + F.pad(idx, (back, -back))
+        key, order = key.sort(dim=1, stable=True)  # equal keys, in the order of the text
+        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        return torch.empty_like(order).scatter_(1, order, torch.where(same, order.roll(1, 1), T - 1))
+
+    def forward(self, idx):
+        follower = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)
+        return super().forward(follower.gather(1, self.find(idx, 3)))
 
 
 class Attention(nn.Module):
@@ -257,6 +287,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.follows = Follows(config.vocab_size, config.n_embd)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -269,12 +300,14 @@ class GPT(nn.Module):
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
         for table in self.ngram_embeds:
-            nn.init.zeros_(table.weight)
+            for t in (table.weight, table.owner, table.lead):
+                nn.init.zeros_(t)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        nn.init.zeros_(self.follows.weight)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -292,9 +325,11 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
+        training = torch.is_grad_enabled()
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
-            x = self.trunk(idx, ngrams)
+            looked_up = [table(idx, training) for table in self.ngram_embeds]
+            ngrams = sum(embed.to(self.dtype) * mine for embed, mine in looked_up)
+            x = self.trunk(idx, ngrams + self.follows(idx).to(self.dtype))
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -488,6 +523,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "follows": adamw(0.4 * adamw_scale),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
