@@ -228,19 +228,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, factor):
         super().__init__()
-        self.c_fc = block_linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = block_linear(config.n_embd, factor * config.n_embd)
+        self.c_proj = block_linear(factor * config.n_embd, config.n_embd)
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer, flash):
+    def __init__(self, config, layer, flash, factor):
         super().__init__()
-        self.attn, self.mlp = Attention(config, layer, flash), MLP(config)
+        self.attn, self.mlp = Attention(config, layer, flash), MLP(config, factor)
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
         self.x0_lambda = nn.Parameter(torch.empty(()))  # and of the token embedding
 
@@ -256,7 +256,10 @@ class GPT(nn.Module):
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
-        self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.blocks = nn.ModuleList(
+            Block(config, layer, flash, 3 if i < config.depth // 2 else 5 if i > (config.depth - 1) // 2 else 4)
+            for i, layer in enumerate(layers(config))
+        )
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
