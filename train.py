@@ -180,6 +180,18 @@ class NGramEmbedding(nn.Embedding):
         return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
 
+class WordEmbedding(NGramEmbedding):
+    """One row per hash of the current word so far and the words before it, 3 words in all, at most 6 tokens."""
+
+    def forward(self, idx, starts):
+        key, seen = idx, starts[idx].long()
+        for back in range(1, 6):
+            past = F.pad(idx, (back, -back))
+            key = torch.where(seen < 3, self.HASH * key + past, key)
+            seen = seen + starts[past]
+        return nn.Embedding.forward(self, (self.HASH * key >> 24) % self.num_embeddings)
+
+
 class Attention(nn.Module):
     GATE_CHANNELS = 32  # input channels that feed the head gates
 
@@ -257,7 +269,9 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.ngram_embeds.append(WordEmbedding(0, config.ngram_rows, config.n_embd))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("starts", torch.zeros(config.vocab_size, dtype=torch.bool))  # tokens that begin a word
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
@@ -293,7 +307,8 @@ class GPT(nn.Module):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
+            *tables, last = self.ngram_embeds
+            ngrams = sum(table(idx).to(self.dtype) for table in tables) + last(idx, self.starts).to(self.dtype)
             x = self.trunk(idx, ngrams)
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
@@ -575,6 +590,8 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     """Trains within the clock's budget; returns the model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
+    words = [tokenizer.decode([i])[:1].isspace() or i == tokenizer.get_bos_token_id() for i in range(config.vocab_size)]
+    model.starts.copy_(torch.tensor(words))
     warm_up(model)
 
     torch.manual_seed(seed)
