@@ -30,7 +30,7 @@ ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in toke
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
-X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
+X0_LAMBDA = 0.15           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
 MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
