@@ -486,7 +486,6 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[])
 
     groups = {
-        "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
@@ -496,6 +495,9 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and key in name), None)
+        if name == "lm_head.weight":
+            key = tuple(as_stack(p).shape[1:])
+            groups[key] = adamw(0.01, None, 0.0, "muon")
         if key is None and name.startswith("blocks.") and p.ndim == 2:
             key = tuple(as_stack(p).shape[1:])  # one group per shape
             groups.setdefault(key, adamw(MATRIX_LR, None, MATRIX_DECAY, "muon"))
