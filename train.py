@@ -29,7 +29,7 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
 SOFTCAP = 15.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
-NGRAMS = (2, 3)            # the last n tokens together have an embedding, too
+NGRAMS = (2, 3, 4)            # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # how much of the token embedding enters each block at the start
 FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
 
@@ -41,7 +41,7 @@ X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ADAM_BETAS = (0.8, 0.95)
-MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
+MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
 WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
@@ -85,7 +85,7 @@ class Config:
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 655_360)),
+    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 2_621_440)),
     (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 655_360)),
     (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 655_360)),
 )  # fmt: skip
@@ -169,8 +169,8 @@ class NGramEmbedding(nn.Embedding):
 
     HASH = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio (Knuth), as int64
 
-    def __init__(self, n, rows, n_embd):
-        super().__init__(rows, n_embd)
+    def __init__(self, n, rows, n_embd, dtype):
+        super().__init__(rows, n_embd, dtype=dtype)
         self.n = n
 
     def forward(self, idx):
@@ -178,6 +178,26 @@ class NGramEmbedding(nn.Embedding):
         for back in range(1, self.n):
             key = self.HASH * key + F.pad(idx, (back, -back))
         return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+
+
+class Follows(nn.Embedding):
+    """What followed when the last n tokens occurred before in this window has an embedding, too."""
+
+    def __init__(self, vocab_size, n_embd):
+        super().__init__(vocab_size + 1, n_embd)
+
+    def find(self, idx, n):
+        """The last earlier place (B, T) of the last n tokens, or T - 1."""
+        key, T = idx, idx.size(1)
+        for back in range(1, n):
+            key = NGramEmbedding.HASH * key + F.pad(idx, (back, -back))
+        key, order = key.sort(dim=1, stable=True)  # equal keys, in the order of the text
+        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        return torch.empty_like(order).scatter_(1, order, torch.where(same, order.roll(1, 1), T - 1))
+
+    def forward(self, idx):
+        follower = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)
+        return super().forward(follower.gather(1, self.find(idx, 3)))
 
 
 class Attention(nn.Module):
@@ -234,7 +254,7 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.3).square())
 
 
 class Block(nn.Module):
@@ -255,8 +275,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
+        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.follows = Follows(config.vocab_size, config.n_embd)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -275,6 +296,7 @@ class GPT(nn.Module):
             if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        nn.init.zeros_(self.follows.weight)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -294,7 +316,7 @@ class GPT(nn.Module):
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
             ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
-            x = self.trunk(idx, ngrams)
+            x = self.trunk(idx, ngrams + self.follows(idx).to(self.dtype))
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -355,12 +377,12 @@ def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
     """
     position = torch.arange(len(ids), device=ids.device)
     first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
-    rms = torch.zeros_like(grad).index_add_(0, first, grad).norm(dim=-1, keepdim=True)[first]  # (N, 1)
-    mean_sq = (rms / (grad.size(1) ** 0.5 * loss_scale)).square()
+    total = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, first, grad.float()) / loss_scale
+    mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
     old = exp_avg_sq[ids]
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
     exp_avg_sq[ids] = torch.where(skip, old, v)
-    p.index_add_(0, ids, torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) / loss_scale * grad))
+    p.index_add_(0, ids, torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) * total).to(p.dtype))
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
@@ -437,7 +459,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 momentum_buffer = torch.zeros_like(torch.cat(stacks))  # (n, R, C)
                 group["state"] = [torch.cat(scale), momentum_buffer, torch.zeros_like(momentum_buffer[..., :1])]
             elif group["kind"] == "sparse":
-                group["state"] = [torch.zeros_like(p[:, :1]) for p in params]
+                group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
             else:
                 group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
 
@@ -487,7 +509,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
-        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
+        "follows": adamw(0.4 * adamw_scale),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
@@ -519,7 +542,7 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
         if group["kind"] != "sparse":  # constant LR: rows first seen late still need full steps
             group["lr"] = group["initial_lr"] * (FINAL_LR + (1 - FINAL_LR) * remaining)
         if group["kind"] == "muon":
-            group["momentum"] = 0.85 + 0.10 * min(1.0, step / MOMENTUM_WARMUP)
+            group["momentum"] = 0.85 + 0.05 * min(1.0, step / MOMENTUM_WARMUP)
             group["weight_decay"] = group["initial_weight_decay"] * (1 - progress)
 
 
