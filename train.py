@@ -85,7 +85,7 @@ class Config:
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 655_360)),
+    (1e12,   Config(5, 384, 128,   2048,   128,   16,     2**15, 655_360)),
     (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 655_360)),
     (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 655_360)),
 )  # fmt: skip
