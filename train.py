@@ -448,6 +448,7 @@ class MuonAdamW(torch.optim.Optimizer):
         loss_scale = self.no_scale if loss_scale is None else loss_scale
         found_inf = self.no_overflow if found_inf is None else found_inf.view(())
         skip = found_inf > 0
+        self.turn = getattr(self, "turn", 0) + 1
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
@@ -469,7 +470,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 stack = torch.cat(params)  # (n, R, C)
                 wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
                 torch._foreach_copy_(params, stack.split([len(p) for p in params]))
-            else:
+            elif self.turn % 2 or len(params[0].shape) < 2:
                 beta1, beta2 = group["betas"]
                 torch._fused_adamw_(
                     params, grads, *group["state"], [], [self.steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
@@ -542,7 +543,10 @@ def train_step(model, optimizer, scaler, loader):
         total = total + loss.detach()
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    slow = {id(p) for g in optimizer.param_groups if g["kind"] == "adamw" for p in g["params"] if p.ndim == 2}
+    for p in model.parameters():
+        if optimizer.turn % 2 or id(p) not in slow:
+            p.grad = None
     requantize(model)
     return total, epoch
 
