@@ -85,7 +85,7 @@ class Config:
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 655_360)),
+    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 1_310_720)),
     (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 655_360)),
     (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 655_360)),
 )  # fmt: skip
@@ -180,6 +180,26 @@ class NGramEmbedding(nn.Embedding):
         return super().forward((self.HASH * key >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
 
+class Follows(nn.Embedding):
+    """What followed when the last n tokens occurred before in this window has an embedding, too."""
+
+    def __init__(self, vocab_size, n_embd):
+        super().__init__(vocab_size + 1, n_embd)
+
+    def find(self, idx, n):
+        """The last earlier place (B, T) of the last n tokens, or T - 1."""
+        key, T = idx, idx.size(1)
+        for back in range(1, n):
+            key = NGramEmbedding.HASH * key + F.pad(idx, (back, -back))
+        key, order = key.sort(dim=1, stable=True)  # equal keys, in the order of the text
+        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        return torch.empty_like(order).scatter_(1, order, torch.where(same, order.roll(1, 1), T - 1))
+
+    def forward(self, idx):
+        follower = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)
+        return super().forward(follower.gather(1, self.find(idx, 3)))
+
+
 class Attention(nn.Module):
     GATE_CHANNELS = 32  # input channels that feed the head gates
 
@@ -191,19 +211,18 @@ class Attention(nn.Module):
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
-        shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
-        self.register_buffer("shifted", shifted, persistent=False)
+        self.taps = nn.Parameter(torch.empty(2, 3 * config.n_embd))
 
     def forward(self, x, idx, cos, sin):
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
-        q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        y, taps = self.c_qkv(x), self.taps.to(x.dtype)  # taps (n, 3C)
+        y = sum(F.pad(y, (0, 0, i, -i)) * tap if i else y * tap for i, tap in enumerate(taps))
+        q, k, v = y.view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of a key is the previous token's: one layer is then enough to find what followed a token last time
-        k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = (self.windows if self.flash else self.pieces)(q, k, v)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
@@ -234,7 +253,7 @@ class MLP(nn.Module):
         self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.5).square())
 
 
 class Block(nn.Module):
@@ -257,6 +276,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd) for n in NGRAMS)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.follows = Follows(config.vocab_size, config.n_embd)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -272,9 +292,13 @@ class GPT(nn.Module):
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
-            if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
+            if p.ndim == 2 and "taps" not in name:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
+        nn.init.zeros_(self.follows.weight)
+        for block in self.blocks:
+            nn.init.zeros_(block.attn.taps)
+            nn.init.ones_(block.attn.taps[0])
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
@@ -294,7 +318,7 @@ class GPT(nn.Module):
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens, more than seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
             ngrams = sum(table(idx).to(self.dtype) for table in self.ngram_embeds)
-            x = self.trunk(idx, ngrams)
+            x = self.trunk(idx, ngrams + self.follows(idx).to(self.dtype))
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
@@ -488,6 +512,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     groups = {
         "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
         "ngram_embeds": adamw(NGRAM_LR * adamw_scale, kind="sparse"),
+        "follows": adamw(0.4 * adamw_scale),
+        "taps": adamw(0.01),
         "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
         "embed": adamw(EMBEDDING_LR * adamw_scale),
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
