@@ -37,7 +37,7 @@ MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
-X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
+X0_LR = 0.05                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ADAM_BETAS = (0.8, 0.95)
@@ -242,10 +242,10 @@ class Block(nn.Module):
         super().__init__()
         self.attn, self.mlp = Attention(config, layer, flash), MLP(config)
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(()))  # and of the token embedding
+        self.x0_lambda = nn.Parameter(torch.empty(config.n_embd))  # and of the token embedding
 
     def forward(self, x, x0, idx, cos, sin):
-        x = self.residual_lambda * x + self.x0_lambda * x0  # (B, T, C)
+        x = self.residual_lambda * x + self.x0_lambda.to(x.dtype) * x0  # (B, T, C)
         x = x + self.attn(norm(x), idx, cos, sin)
         return x + self.mlp(norm(x))
 
