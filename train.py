@@ -44,7 +44,7 @@ ADAM_BETAS = (0.8, 0.95)
 MATRIX_DECAY = 0.2         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .95
-WARMDOWN = 0.75            # share of the budget over which the learning rates fall ...
+WARMDOWN = 1.0            # share of the budget over which the learning rates fall ...
 FINAL_LR = 0.05            # ... to this fraction
 
 
