@@ -36,8 +36,7 @@ GEMMS = ("mm", "bmm", "addmm", "baddbmm")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
 SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
-# Beside what the schema calls a view
-FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "is_coalesced", SPARSE)
+FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", SPARSE)  # beside what the schema calls a view
 ATTENTION_TILE = 64  # keys: causal attention computes half of the square and half a tile more a row
 
 
@@ -182,10 +181,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if name_of(op) == "clone" and args[0].is_sparse:
             return args[0]  # which autograd does only where somebody watches, and loses the values of meta tensors
-        if name_of(op) == "_coalesce":  # which meta tensors lack, too: GradScaler does it to sparse fp16 gradients
-            self.see(op, args)
-            self.kernels.append(Kernel("coalesce", "memory", 0, 2 * nbytes(args[0])))
-            return args[0]
         if name_of(op) == "_fused_adamw_":  # which meta tensors lack: reads four lists, writes all but the gradients
             params, grads, *state = args[:4]
             self.see(op, args)

@@ -13,6 +13,8 @@ from reference_model import Layer
 
 import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, ROWS, SEQ_LEN, WIDTH, HEAD_DIM, BATCH = 40, 64, 24, 48, 16, 2
 FULL = SEQ_LEN
 
@@ -20,15 +22,6 @@ TABLES = {
     "cuts in one place": (Layer(FULL), Layer(8, value_embed=True), Layer(12), Layer(FULL, value_embed=True)),
     "shifted cuts": (Layer(8, value_embed=True), Layer(12, 3), Layer(8, 4, value_embed=True), Layer(FULL, FULL // 2)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from more, and threads wait for busy neighbours."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- Adapters: all that this file knows about train.py's names
