@@ -86,7 +86,8 @@ SIZES = (  # from this many FLOP/s on
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
     (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 2_621_440)),
     (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 2_621_440)),
-    (250e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 2_621_440)),
+    (250e12, Config(9, 640, 128,   2048,   256,   32,     2**16, 2_621_440)),
+    (600e12, Config(11, 768, 128,  2048,   256,   64,     2**17, 2_621_440)),
 )  # fmt: skip
 
 
@@ -367,21 +368,23 @@ def assign(old, new, skip):
     old.copy_(torch.where(skip, old, new))
 
 
-def sparse_adam_update(p, ids, grad, exp_avg_sq, lr, beta2, loss_scale, skip):
-    """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
+def sparse_adam_update(ids, grads, exp_avg_sq, lr, beta2, loss_scale, skip, dtype):
+    """Adam without momentum on those rows of a table (R, C) that a batch touches, one second moment per row.
 
-    ids (N,), with repeats; grad (N, C), each a part of its row's gradient, times loss_scale; exp_avg_sq (R, 1) starts
-    with a row's first gradient, so that its first step is lr. Parts are summed first: p may be in half precision.
+    ids: tensors (N,), with repeats; grads: (N, C), each a part of its row's gradient, times loss_scale. exp_avg_sq
+    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns ids, their second moments and what
+    to add to the rows: summed first, so that a table in half precision is rounded once.
     """
+    ids, grads = torch.cat(ids), torch.cat(grads)
     position = torch.arange(len(ids), device=ids.device)
-    first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
-    total = torch.zeros_like(grad, dtype=torch.float32).index_add_(0, first, grad.float()) / loss_scale  # else 0
+    first = ids.new_empty(len(exp_avg_sq)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
+    total = torch.zeros_like(grads, dtype=torch.float32).index_add_(0, first, grads.float()) / loss_scale  # else 0
     mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
     skip = skip | ~mean_sq.isfinite()  # GradScaler has not seen them
     old = exp_avg_sq[ids]
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
-    exp_avg_sq[ids] = torch.where(skip, old, v)
-    p.index_add_(0, ids, torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) * total).to(p.dtype))
+    update = torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) * total)
+    return ids, torch.where(skip, old, v), update.to(dtype)
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
@@ -467,6 +470,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         skip = found_inf > 0
+        wrap = compiled if self.device.type == "cuda" else (lambda function: function)
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
@@ -474,15 +478,17 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
                     if p.sparse_grads:  # else an edit has left it unused
-                        ids = torch.cat([grad._indices()[0] for grad in p.sparse_grads])
-                        grad = torch.cat([grad._values() for grad in p.sparse_grads])
-                        sparse_adam_update(p, ids, grad, exp_avg_sq, h[0], group["betas"][1], loss_scale, skip)
+                        ids, grads = zip(*((grad._indices()[0], grad._values()) for grad in p.sparse_grads))
+                        ids, moments, update = wrap(sparse_adam_update)(
+                            ids, grads, exp_avg_sq, h[0], group["betas"][1], loss_scale, skip, p.dtype
+                        )
+                        exp_avg_sq[ids] = moments
+                        p.index_add_(0, ids, update)
                         p.sparse_grads.clear()
                 continue
             params = [p.detach() for p in group["params"]]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             if group["kind"] == "muon":
-                wrap = compiled if self.device.type == "cuda" else (lambda function: function)
                 params, grads = ([as_stack(t) for t in tensors] for tensors in (params, grads))
                 scale, momentum_buffer, second_moment = group["state"]
                 # stacked here: Inductor would compile one kernel per parameter
