@@ -112,7 +112,7 @@ def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, st
     return summary
 
 
-def bos_aligned_bpb(model, tokenizer, batch_size: int = 32, tokens: int = 2**22) -> float:
+def bos_aligned_bpb(model, tokenizer, tokens: int = 2**22) -> float:
     """val_bpb on rows that start with BOS, packed best-fit with documents; what does not fit is cropped."""
     import numpy as np
     import torch
@@ -122,18 +122,18 @@ def bos_aligned_bpb(model, tokenizer, batch_size: int = 32, tokens: int = 2**22)
     stream = prepare.TokenStream(tokenizer, "val")
     text = stream.read(0, len(stream))
     documents = np.split(text, np.flatnonzero(text == tokenizer.get_bos_token_id())[1:])
-    T, device = model.config.seq_len, next(model.parameters()).device
+    T, batch_size, device = model.config.seq_len, model.config.device_batch_size, next(model.parameters()).device
     sizes = torch.tensor(tokenizer.token_bytes(), device=device)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     total, buffer, rows = 0, [], []
 
     def score():
         nonlocal nats, total
-        batch = torch.tensor(rows, device=device)
-        x, y = batch[:, :-1], batch[:, 1:]
+        full = rows + rows[:1] * (batch_size - len(rows))  # of one shape, or the model would be compiled anew
+        x, y = torch.tensor(full, device=device).unfold(1, T, 1).unbind(1)
         with torch.no_grad():
-            loss = model(x, y.contiguous(), reduction="none").view(-1)
-        weight = sizes[y.reshape(-1)]
+            loss = model(x, y.contiguous(), reduction="none").view(batch_size, T)[: len(rows)]
+        weight = sizes[y[: len(rows)]]
         nats += (loss.double() * (weight > 0)).sum()
         total += weight.sum().item()
         rows.clear()
