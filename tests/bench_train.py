@@ -129,10 +129,10 @@ def bos_aligned_bpb(model, tokenizer, tokens: int = 2**22) -> float:
 
     def score():
         nonlocal nats, total
-        full = rows + rows[:1] * (batch_size - len(rows))  # of one shape, or the model would be compiled anew
-        x, y = torch.tensor(full, device=device).unfold(1, T, 1).unbind(1)
+        full = rows + rows[:1] * (batch_size - len(rows))  # as in training, or the model is compiled anew
+        x, y = (t.contiguous() for t in torch.tensor(full, device=device).unfold(1, T, 1).unbind(1))
         with torch.no_grad():
-            loss = model(x, y.contiguous(), reduction="none").view(batch_size, T)[: len(rows)]
+            loss = model(x, y, reduction="none").view(batch_size, T)[: len(rows)]
         weight = sizes[y[: len(rows)]]
         nats += (loss.double() * (weight > 0)).sum()
         total += weight.sum().item()
