@@ -68,7 +68,7 @@ def layers(config):
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model and its batches; goes into the checkpoint."""
+    """Sizes of model and batches; goes into the checkpoint."""
 
     depth: int              # layers
     n_embd: int             # of the residual stream
@@ -85,10 +85,10 @@ SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
     (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
     (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 2_621_440)),
-    (100e12, Config(8, 512, 128,   2048,   256,   16,     2**16, 2_621_440)),
-    (250e12, Config(9, 640, 128,   2048,   256,   32,     2**16, 2_621_440)),
-    (600e12, Config(11, 768, 128,  2048,   256,   64,     2**17, 2_621_440)),
-)  # fmt: skip
+    (140e12, Config(6, 512, 128,   2048,   256,   16,     2**16, 2_621_440)),
+    (250e12, Config(8, 512, 128,   2048,   256,   32,     2**16, 2_621_440)),
+    (600e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 2_621_440)),
+)
 
 
 def pick_numerics(capability: tuple[int, int] | None, has_fa3: bool) -> tuple[torch.dtype, str]:
@@ -120,7 +120,7 @@ def scale_batch(config: Config, seconds: float) -> Config:
 # The fastest first; fp16, so a T4, starts with the third
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-]  # fmt: skip
+]
 
 
 def load_fa3():
@@ -132,7 +132,7 @@ def load_fa3():
     return flash_attn_func
 
 
-# ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings, softcapped logits
+# ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings
 
 
 def norm(x):
@@ -140,8 +140,7 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of (B, T, H, D), tables (T, 1, D). A flip exchanges the halves of D, real and imaginary parts:
-    chunk and cat take 2.5 times as long."""
+    """Rotary embedding of (B, T, H, D), tables (T, 1, D). flip is 2.5 times as fast as chunk and cat."""
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
 
@@ -183,7 +182,7 @@ class NGramEmbedding(nn.Embedding):
     def set_aside(weight):
         """Hides a sparse gradient from GradScaler, which would wait for the GPU to sum its rows."""
         if weight.grad.is_sparse:
-            weight.sparse_grads.append(weight.grad)
+            weight.sparse_grads.append((weight.grad._indices()[0], weight.grad._values()))
             weight.grad = None
 
     def forward(self, idx):
@@ -288,7 +287,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        bound = 3**0.5 * self.config.n_embd**-0.5  # uniform with standard deviation 1/sqrt(n_embd)
+        bound = 3**0.5 * self.config.n_embd**-0.5  # uniform, standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
         for table in (*self.ngram_embeds, self.induction_embed):
             nn.init.zeros_(table.weight)
@@ -303,7 +302,7 @@ class GPT(nn.Module):
         requantize(self)
 
     def trunk(self, idx, lookups):
-        """Tokens (B, T) and the sum of their other embeddings (B, T, C) to the last hidden states (B, T, C)."""
+        """Tokens (B, T) and their other embeddings (B, T, C) to the last hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         # cast before the lookup: no (B, T, C) in fp32
         x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + lookups)
@@ -335,7 +334,7 @@ def requantize(model):
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
-    """A GPT with fresh weights. config: or its fields, from a checkpoint."""
+    """config: or its fields, from a checkpoint."""
     config = Config(**config) if isinstance(config, dict) else config
     flash = load_fa3()
     dtype, attention = pick_numerics(capability, flash is not None)
@@ -372,8 +371,8 @@ def sparse_adam_update(ids, grads, exp_avg_sq, lr, beta2, loss_scale, skip, dtyp
     """Adam without momentum on those rows of a table (R, C) that a batch touches, one second moment per row.
 
     ids: tensors (N,), with repeats; grads: (N, C), each a part of its row's gradient, times loss_scale. exp_avg_sq
-    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns ids, their second moments and what
-    to add to the rows: summed first, so that a table in half precision is rounded once.
+    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns all ids, their second moments and
+    what to add to their rows, parts summed first: a row in half precision is rounded once.
     """
     ids, grads = torch.cat(ids), torch.cat(grads)
     position = torch.arange(len(ids), device=ids.device)
@@ -437,8 +436,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Groups of kind 'muon' hold matrices whose stacks have one shape, 'sparse' tables with sparse gradients.
 
     Muon replaces the momentum of a matrix's gradient by the nearest orthogonal matrix, so that all directions learn at
-    one rate (https://kellerjordan.github.io/posts/muon). Unscaling and skipping are left to us
-    (`_step_supports_amp_scaling`) and happen on the device: no step waits for the GPU.
+    one rate (https://kellerjordan.github.io/posts/muon). Unscaling and skipping (`_step_supports_amp_scaling`) happen
+    on the device: no step waits for the GPU.
     """
 
     _step_supports_amp_scaling = True
@@ -470,7 +469,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         skip = found_inf > 0
-        wrap = compiled if self.device.type == "cuda" else (lambda function: function)
+        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
@@ -478,9 +477,8 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
                     if p.sparse_grads:  # else an edit has left it unused
-                        ids, grads = zip(*((grad._indices()[0], grad._values()) for grad in p.sparse_grads))
                         ids, moments, update = wrap(sparse_adam_update)(
-                            ids, grads, exp_avg_sq, h[0], group["betas"][1], loss_scale, skip, p.dtype
+                            *zip(*p.sparse_grads), exp_avg_sq, h[0], group["betas"][1], loss_scale, skip, p.dtype
                         )
                         exp_avg_sq[ids] = moments
                         p.index_add_(0, ids, update)
@@ -502,7 +500,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     params, grads, *group["state"], [], [self.steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
                     weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False, maximize=False,
                     grad_scale=loss_scale, found_inf=found_inf,
-                )  # fmt: skip
+                )
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
@@ -541,7 +539,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
 
 def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
-    """progress: share of the budget that is spent, in [0, 1]."""
+    """progress: share of the budget spent, in [0, 1]."""
     for group in optimizer.param_groups:
         if group["kind"] != "sparse":  # constant LR: rows first seen late still need full steps
             group["lr"] = group["initial_lr"] * (1 - (1 - FINAL_LR) * progress)
@@ -558,7 +556,7 @@ def make_scaler(model):
 
 
 def train_step(model, optimizer, scaler, loader):
-    """One optimizer step over the total batch; returns the mean loss and the epoch."""
+    """One optimizer step; returns the mean loss and the epoch."""
     config, total = model.config, 0.0
     grad_accum_steps, rest = divmod(config.total_batch_size, config.device_batch_size * config.seq_len)
     assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {config}"
@@ -575,7 +573,7 @@ def train_step(model, optimizer, scaler, loader):
 
 
 def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: prepare.GPU):
-    """Trains within the clock's budget; returns the model and numbers for the summary."""
+    """Returns the model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
     prepare.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
