@@ -367,23 +367,23 @@ def assign(old, new, skip):
     old.copy_(torch.where(skip, old, new))
 
 
-def sparse_adam_update(ids, grads, exp_avg_sq, lr, beta2, loss_scale, skip, dtype):
-    """Adam without momentum on those rows of a table (R, C) that a batch touches, one second moment per row.
+def sparse_adam_update(ids, grads, p, exp_avg_sq, lr, beta2, loss_scale, skip):
+    """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
 
     ids: tensors (N,), with repeats; grads: (N, C), each a part of its row's gradient, times loss_scale. exp_avg_sq
-    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns all ids, their second moments and
-    what to add to their rows, parts summed first: a row in half precision is rounded once.
+    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns all ids, and what their rows of
+    p and exp_avg_sq become: parts are summed first, so that p in half precision is rounded once.
     """
     ids, grads = torch.cat(ids), torch.cat(grads)
     position = torch.arange(len(ids), device=ids.device)
-    first = ids.new_empty(len(exp_avg_sq)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
-    total = torch.zeros_like(grads, dtype=torch.float32).index_add_(0, first, grads.float()) / loss_scale  # else 0
+    first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
+    total = torch.zeros_like(grads, dtype=torch.float32).index_add_(0, first, grads.float()) / loss_scale
     mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
     skip = skip | ~mean_sq.isfinite()  # GradScaler has not seen them
-    old = exp_avg_sq[ids]
+    old, rows = exp_avg_sq[ids], p[ids].float()
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
-    update = torch.where(skip, 0.0, -lr / (v.sqrt() + 1e-10) * total)
-    return ids, torch.where(skip, old, v), update.to(dtype)
+    new_rows = rows - lr / (v.sqrt() + 1e-10) * total[first]
+    return ids, torch.where(skip, rows, new_rows).to(p.dtype), torch.where(skip, old, v)
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
@@ -477,11 +477,10 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
                     if p.sparse_grads:  # else an edit has left it unused
-                        ids, moments, update = wrap(sparse_adam_update)(
-                            *zip(*p.sparse_grads), exp_avg_sq, h[0], group["betas"][1], loss_scale, skip, p.dtype
+                        ids, rows, moments = wrap(sparse_adam_update)(
+                            *zip(*p.sparse_grads), p.detach(), exp_avg_sq, h[0], group["betas"][1], loss_scale, skip
                         )
-                        exp_avg_sq[ids] = moments
-                        p.index_add_(0, ids, update)
+                        p[ids], exp_avg_sq[ids] = rows, moments
                         p.sparse_grads.clear()
                 continue
             params = [p.detach() for p in group["params"]]

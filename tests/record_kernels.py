@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 torch_compile = torch.compile  # a Recorder stands in for it
 
 GEMMS = ("mm", "bmm", "addmm", "baddbmm")
+GATHERS = ("embedding", "index")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
 SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
@@ -80,10 +81,10 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
         source = tensors[0 if name == SCATTERS[0] else -1]
         return Kernel(where, "scatter", source.numel(), nbytes(out) + 3 * nbytes(source))
-    if name in ("index_add_", "scatter_"):  # reads the source, reads and writes as much of the target
+    if name in ("index_add_", "index_put_", "scatter_"):  # reads the source, reads or just writes as much of the target
         adds = tensors[-1].numel() if name == "index_add_" else 0
         return Kernel(where, "scatter", adds, 3 * nbytes(tensors[-1]))
-    if name in ("embedding", "index"):
+    if name in GATHERS:
         return Kernel(where, "memory", 0, 2 * nbytes(out))
     if name in ("copy_", "_foreach_copy_"):
         return Kernel(where, "memory", 0, nbytes(args))
@@ -116,7 +117,10 @@ def kernels_of_graph(graph: Graph, where: str, price) -> list[Kernel]:
             continue
         name, alone = name_of(node.target), is_alone(node.target)
         for i in inputs[1:] if name == "copy_" else inputs:
-            for b, views in ({base[i]: {i: nbytes(value(i))}} if base[i] in ready else reads[base[i]]).items():
+            size = nbytes(value(i))
+            if name in GATHERS and i is inputs[0]:
+                size = min(size, nbytes(value(node)))  # of the rows that it takes
+            for b, views in ({base[i]: {i: size}} if base[i] in ready else reads[base[i]]).items():
                 reads[node][b].update(views)
         stage = max((ready[b] for b in reads[node]), default=0)
         domain = value(inputs[0] if name in REDUCTIONS else node)
