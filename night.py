@@ -10,8 +10,6 @@ after: a report and a picture.
 `wave` and `report` need Ray (pip install -e '.[night]'), `plot` needs Matplotlib ('.[plot]'), `run` needs neither.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import math
@@ -65,12 +63,11 @@ def run(args: argparse.Namespace) -> int:
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
     (commit, description), before = prepare.git_head(), len(prepare.read_results())
-    stderr, reasons = [], []  # its lines; why the script was ended, if it was
+    stderr, reasons = [], []  # lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
     command = [sys.executable, *(score if args.score else ["train.py", *train_options(args, args.seed)])]
-    files = dict(stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    dies_with_this = dict(start_new_session=True, preexec_fn=lambda: prctl(1, signal.SIGKILL))
-    script = subprocess.Popen(command, cwd=ROOT, **files, **dies_with_this)
+    options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    script = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(1, signal.SIGKILL))  # dies with this process
 
     def stop(number: int, _=None) -> None:
         prepare.handle_signals(signal.SIG_IGN)
@@ -203,14 +200,15 @@ def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suff
         label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
         max_retries=1,  # the run of a lost node goes to another node once
     )(experiment)
-    # With the rows there are a run saves its weights only if it is the best; to score the test split it needs them.
+    # With the rows there are, a run saves its weights only if it is the best; to score the test split it needs them.
     rows = b"" if args.score or not prepare.RESULTS.exists() else prepare.RESULTS.read_bytes()
-    rows, archives = ray.put(rows), {commit: ray.put(git("archive", commit)) for commit in {run[0] for run in todo}}
+    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": rows})
+    archives = {commit: ray.put(git("archive", commit)) for commit, _ in todo}
     pending = {}
     for run in todo:
         command = ["night.py", "run", f"--limit={args.limit}", *train_options(args, runs[run])]
         commands = [command, [*command, "--score"]] if args.score else [command]
-        pending[task.remote(archives[run[0]], rows, commands)] = run
+        pending[task.remote(archives[run[0]], files, commands)] = run
 
     def log(run: tuple[str, str], rows: bytes, tail: list[str], reason: str = "no row") -> None:
         row = dict(val_bpb=0.0, memory_gb=0.0, status="crash", description=f"[{reason}]", gpu=gpu, dataset=dataset)
@@ -256,13 +254,13 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
+    given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes(), "results.tsv": b""}, [command]
     task, good = ray.remote(num_returns="streaming", num_cpus=0)(experiment), []
-    tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    answers = [task.remote(git("archive", "HEAD"), b"", [command]) for task in tasks]
+    answers = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}).remote(*given) for node in nodes]
     for node, answer in zip(nodes, answers, strict=True):
         try:
-            *_, (_, log) = map(ray.get, answer)
-            found = log[-1]
+            _, (_, log) = map(ray.get, answer)
+            found = log[-1] if log else "nothing"
         except ray.exceptions.RayError as error:
             found = type(error).__name__
         if found == dataset:
@@ -274,10 +272,11 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     return good
 
 
-def experiment(archive: bytes, rows: bytes, commands: list[list[str]]) -> Iterator:
+def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]]) -> Iterator:
     """Ray task: one run in a temporary checkout; the node needs the dependencies, but no clone.
 
-    Yields where it runs, then new rows and the end of its log. commands: of Python, up to the first that fails.
+    Yields where it runs, then new rows and the end of its log. files: instead of those in the archive.
+    commands: of Python, up to the first that fails.
     """
     import ray
 
@@ -288,8 +287,8 @@ def experiment(archive: bytes, rows: bytes, commands: list[list[str]]) -> Iterat
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     with tempfile.TemporaryDirectory(prefix="night-") as folder, open(f"{folder}/run.log", "w") as log:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        results = Path(folder, "results.tsv")
-        results.write_bytes(rows)
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
         for command in commands:
             child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
             try:
@@ -300,7 +299,7 @@ def experiment(archive: bytes, rows: bytes, commands: list[list[str]]) -> Iterat
             if child.returncode:
                 break
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
-        yield results.read_bytes().removeprefix(rows), tail
+        yield Path(folder, "results.tsv").read_bytes().removeprefix(files["results.tsv"]), tail
 
 
 def git(*args: str) -> bytes:
@@ -331,8 +330,8 @@ def report(args: argparse.Namespace) -> None:
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = [row for row in rows if row["status"] == "keep"]
-    crashes = sum(row["status"] == "crash" for row in rows)
-    title = f"{gpu}, {dataset}: {len(rows)} experiments, {len(kept)} kept, {crashes} crashed."
+    status = [row["status"] for row in rows]
+    title = f"{gpu}, {dataset}: {len(rows)} experiments, {len(kept)} kept, {status.count('crash')} crashed."
     print(title)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
         print("Fewer than two revisions were kept: there is no gain to report.")
@@ -368,11 +367,10 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             stands = gain > T_95[min(n, 10) - 2] * error
     if not left:
         raise PrepareError("fewer than two runs of a revision have ended well: see their rows; --again repeats them")
-    of_this = f"of the {logged:.4f} gained as logged: {' and '.join(left)}"
-    luck = f"The rest, {logged - gain:.4f}, was luck." if logged > gain else "None of it was luck."
-    verdict = f"What stands {of_this}. {luck}"
+    left = f"of the {logged:.4f} gained as logged: {' and '.join(left)}"
+    verdict = f"What stands {left}. The rest, {max(0.0, logged - gain):.4f}, was luck."
     if not stands:
-        verdict = f"The night found nothing that stands. What is left {of_this}, no more than chance gives."
+        verdict = f"The night found nothing that stands. What is left {left}, no more than chance gives."
     return "\n".join([*lines, "", verdict])
 
 
@@ -425,7 +423,7 @@ def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
         ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
     ax.set(ylim=(best - margin, worst + margin), xlabel="experiment", ylabel="val_bpb")
     ax.ticklabel_format(useOffset=False)
-    change = f"{first:.4f} to {best:.4f} ({best - first:+.4f})" if best < first else f"{best:.4f}"
+    change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{gpu}, {dataset}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
 
@@ -443,11 +441,9 @@ def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
 
 def seed_noise(gpu: str, dataset: str) -> float:
     """Standard deviation of val_bpb from seed to seed, by the runs of a report; 0 without a report."""
-    scores: dict[str, list[float]] = {}
-    for row in rows_on(re.escape(gpu + REPORT), dataset):
-        if row["status"] != "crash":
-            scores.setdefault(row["commit"], []).append(row["val_bpb"])
-    variances = [statistics.variance(group) for group in scores.values() if len(group) > 1]
+    rows = [row for row in rows_on(re.escape(gpu + REPORT), dataset) if row["status"] != "crash"]
+    groups = [[row["val_bpb"] for row in rows if row["commit"] == commit] for commit in {row["commit"] for row in rows}]
+    variances = [statistics.variance(group) for group in groups if len(group) > 1]
     return math.sqrt(statistics.mean(variances)) if variances else 0.0
 
 
@@ -475,7 +471,8 @@ def main() -> int | None:
     parser.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; takes --tokens")
     parser.add_argument("--again", action="store_true", help="repeat what has a row")
     parser.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
-    parser.add_argument("--address", help="of a Ray cluster (default: $RAY_ADDRESS, else this machine alone)")
+    cluster = dict(default=os.environ.get("RAY_ADDRESS"), help="of Ray ($RAY_ADDRESS, else this machine alone)")
+    parser.add_argument("--address", **cluster)
     parser.add_argument("--score", action="store_true", help=argparse.SUPPRESS)  # of a report: score the test split
     args = parser.parse_intermixed_args()
     if args.revisions and args.command != "wave":
@@ -484,7 +481,6 @@ def main() -> int | None:
         parser.error("--seed is for a run, --seeds for a wave or a report")
     if args.per_gpu > 1 and not args.tokens:
         parser.error("--per-gpu takes --tokens: runs that share a GPU slow each other down")
-    args.address = args.address or os.environ.get("RAY_ADDRESS")
     args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     args.budget = prepare.budget_name(args.seconds, args.tokens, args.gpu)
     return {"run": run, "wave": wave, "report": report, "plot": plot}[args.command](args)
