@@ -427,7 +427,7 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     prepare.log_result(val_bpb=0.0, description="other", reason="killed", **where)
     prepare.log_result(val_bpb=1.2, description="idea, seed 1", **where)
     (chart,) = drawn()
-    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["2 kept", "1 crashed"]
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["0 discard", "2 keep", "1 crash"]
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])

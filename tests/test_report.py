@@ -89,7 +89,7 @@ class Clone(Night):
 
     def report(self, *args: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["python", "night.py", "report", "--per-gpu=2", *args],
+            ["python", "night.py", "report", "--per-gpu=2", "--tokens=1500000", *args],
             cwd=self.folder,
             env=self.env | {"CUDA_VISIBLE_DEVICES": ""},
             text=True,
@@ -177,7 +177,7 @@ def test_without_a_test_split_the_report_says_how_to_get_one_and_goes_on_with_va
     (cache / clone.dataset / "test_00000.bin").unlink()
     clone.env["AUTORESEARCH_CACHE"] = str(cache)
     clone.simulate(gain=0.02, runs=50)
-    output = clone.finish(clone.report("--seeds=2", "--tokens=1500000"))
+    output = clone.finish(clone.report("--seeds=2"))
     assert re.search(
         r"^The report is on val alone: no test split in .* yet: delete .* and run prepare\.py", output, re.M
     )
@@ -245,10 +245,10 @@ def test_the_test_score_is_that_of_the_weights_which_the_run_has_trained(prepare
     run = [sys.executable, "night.py", "run", "--seconds=1", "--gpu=cpu"]
     subprocess.run(run, cwd=tmp_path, env=env, check=True, timeout=600)
     shutil.copy(folder / "val_00000.bin", folder / "test_00000.bin")
-    subprocess.run([*run, "--score=report: seed 101"], cwd=tmp_path, env=env, check=True, timeout=600)
+    subprocess.run([*run, "--score"], cwd=tmp_path, env=env, check=True, timeout=600)
     trained, scored = prepare.read_results(tmp_path / "results.tsv")
     description, test = scored["description"].split(", test ")
-    assert description == "report: seed 101"
+    assert description == trained["description"]
     assert float(test) == pytest.approx(trained["val_bpb"], abs=1e-3)
     same = ("commit", "val_bpb", "memory_gb", "gpu", "dataset", "tokens_M")
     assert [trained[column] for column in same] == [scored[column] for column in same]
