@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import ctypes
 import dataclasses
 import faulthandler
 import fcntl
@@ -449,9 +450,22 @@ def pick_gpu(name: str | None = None) -> tuple:
 
     AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes get ready while the model is built
     p = torch.cuda.get_device_properties()
-    here = (p.major, p.minor), p.multi_processor_count, p.clock_rate / 1000, "GeForce" in p.name
+    here = (p.major, p.minor), p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name
     named = GPUS.get(name, here)
     return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+
+
+def clock_rate(properties) -> int:
+    """In kHz. PyTorch has it from 2.10 on, the driver always."""
+    import torch
+
+    if hasattr(properties, "clock_rate"):
+        return properties.clock_rate
+    rate, attribute = ctypes.c_int(), 13  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE
+    driver = ctypes.CDLL("libcuda.so.1")
+    if error := driver.cuDeviceGetAttribute(ctypes.byref(rate), attribute, torch.cuda.current_device()):
+        raise PrepareError(f"the driver does not tell the clock of {properties.name} (error {error}): use PyTorch 2.10")
+    return rate.value
 
 
 def gpu_name() -> str:

@@ -156,6 +156,10 @@ class Recorder(TorchDispatchMode):
     custom: what the ops outside aten are made of, {name: function of (args, out) that returns kernels}.
     """
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # else torch 2.9 compiles nothing inside it
+
     def __init__(self, custom: dict):
         super().__init__()
         self.custom, self.backends, self.patches = custom, {}, ExitStack()

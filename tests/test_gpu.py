@@ -47,6 +47,25 @@ def test_the_gpu_that_is_there_is_found(machine):
     assert prepare.pick_gpu()[1].peak_flops > 400e12
 
 
+def test_where_pytorch_does_not_know_the_clock_the_driver_is_asked(machine, monkeypatch):
+    machine("Tesla T4", 7, 5, 40, 1590)
+    del torch.cuda.get_device_properties().clock_rate
+
+    def get_attribute(value, attribute, device) -> int:
+        assert (attribute, device) == (13, 0)
+        value._obj.value = 1_590_000
+        return error
+
+    driver = SimpleNamespace(cuDeviceGetAttribute=get_attribute)
+    monkeypatch.setattr(prepare.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    error = 0
+    assert prepare.pick_gpu()[1].peak_flops == pytest.approx(65e12, rel=0.01)
+    error = 1
+    with pytest.raises(prepare.PrepareError, match=r"clock of Tesla T4 \(error 1\)"):
+        prepare.pick_gpu()
+
+
 def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine):
     machine("NVIDIA H200", 9, 0, 132, 1980)
     assert prepare.pick_gpu("T4")[1] == prepare.GPU((7, 5), prepare.peak_flops(*prepare.GPUS["T4"]))
