@@ -95,7 +95,7 @@ class Clone(Night):
             text=True,
             stdout=-1,
             stderr=-2,
-            process_group=0,
+            start_new_session=True,
         )
 
     def finish(self, report: subprocess.Popen, code: int = 0) -> str:

@@ -619,6 +619,7 @@ def test_importing_touches_no_gpu_network_or_file(clone):
     """Audited: no socket, no process, nothing written, and nothing read of the clone and the cache but the source."""
     code = f"""
 import sys
+import torch  # some of them ask ldconfig
 touched = []
 def audit(event, args):
     if event == "open":

@@ -57,7 +57,9 @@ class Clone(Night):
     def wave(self, *args: str, **env: str) -> subprocess.Popen:
         command = ["python", "night.py", "wave", *args]
         env = self.env | {"CUDA_VISIBLE_DEVICES": ""} | env
-        return subprocess.Popen(command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, process_group=0)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, start_new_session=True
+        )
 
     def finish(self, wave: subprocess.Popen, code: int = 0, timeout: float = 600) -> str:
         """What it printed; all processes of its runs are gone when it is."""
