@@ -23,7 +23,9 @@ import tempfile
 import textwrap
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
     (commit, description), before = prepare.git_head(), len(prepare.read_results())
-    stderr, reasons = [], []  # lines of the script; why it was ended, if it was
+    stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
     command = [sys.executable, *(score if args.score else ["train.py", *train_options(args, args.seed)])]
     options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -79,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     def read_stderr() -> None:
         for line in script.stderr:
             stderr.append(line.decode(errors="replace"))
-            os.write(2, line)
+            with suppress(OSError):  # a full disk: go on reading, or the script would wait for this pipe
+                os.write(2, line)
 
     prepare.handle_signals(stop)
     signal.signal(signal.SIGALRM, stop)

@@ -334,7 +334,7 @@ def requantize(model):
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
-    """config: or its fields, from a checkpoint."""
+    """A fresh GPT. config: or its fields, from a checkpoint."""
     config = Config(**config) if isinstance(config, dict) else config
     flash = load_fa3()
     dtype, attention = pick_numerics(capability, flash is not None)

@@ -168,6 +168,12 @@ def night(prepared, tmp_path) -> Night:
     return Night(tmp_path / "clone", prepared)
 
 
+def test_a_log_that_cannot_grow_costs_the_log_and_not_the_run(night):
+    night.edit("talks a lot", "sys.stderr.write('warning\\n' * 100_000)\n    val_bpb = 1.2")
+    night.run("python night.py run 2> /dev/full")
+    assert [row["val_bpb"] for row in night.rows()] == [1.2]
+
+
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
     night.train()
     assert night.decide() == "keep"
