@@ -1,4 +1,5 @@
-"""Two operators: a fused (linear) cross-entropy and a 4-bit linear layer. Knows nothing of GPT, data or GPU names.
+"""Three operators: a fused (linear) cross-entropy, a 4-bit linear layer, and Adam on the rows of a table that a batch
+touches. Knows nothing of GPT, data or GPU names.
 
 Fused linear cross-entropy: the loss of z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
 
@@ -538,3 +539,73 @@ class Linear4bit(nn.Module):
         if torch.is_grad_enabled():
             return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
         return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)
+
+
+# ---- Adam on rows ----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _row_adam_kernel(
+    table, exp_avg_sq, ids, order, grads, lr, loss_scale, found_inf, beta2, n, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per place in the sorted ids. At the first place of a row it sums up the row's gradients, four at a
+    time, and updates the row; elsewhere it ends."""
+    place = tl.program_id(0)
+    row = tl.load(ids + place)
+    if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
+        cols = tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        found = 4
+        while found == 4:
+            places = place + tl.arange(0, 4)
+            same = tl.load(ids + places, mask=places < n, other=-1) == row
+            source = tl.load(order + places, mask=same, other=0)[:, None] * C + cols[None, :]
+            part = tl.load(grads + source, mask=same[:, None] & (cols < C)[None, :], other=0.0)
+            total += tl.sum(part.to(tl.float32), 0)
+            found = tl.sum(same.to(tl.int32), 0)
+            place += 4
+        total /= tl.load(loss_scale)
+        mean_sq = tl.sum(total * total, 0) / C
+        if (tl.load(found_inf) == 0) & (mean_sq < float("inf")):  # NaN is not
+            old = tl.load(exp_avg_sq + row)
+            v = tl.where(old == 0, mean_sq, old + (1 - beta2) * (mean_sq - old))
+            tl.store(exp_avg_sq + row, v)
+            target = table + row * C + cols
+            weight = tl.load(target, mask=cols < C).to(tl.float32)
+            tl.store(target, weight - tl.load(lr) / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
+
+
+def _row_adam_triton(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf):
+    ids, order = ids.sort(stable=True)  # so that equal gradients give equal sums
+    n, c = grads.shape
+    _row_adam_kernel[(n,)](
+        table, exp_avg_sq, ids, order, grads.contiguous(), lr, loss_scale, found_inf, beta2, n,
+        C=c, BLOCK=triton.next_power_of_2(c),
+    )  # fmt: skip
+
+
+def _row_adam_torch(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf):
+    """`_row_adam_triton` in plain PyTorch."""
+    rows, inverse = ids.unique(return_inverse=True)
+    total = grads.new_zeros(len(rows), grads.shape[1], dtype=torch.float32).index_add_(0, inverse, grads.float())
+    total /= loss_scale
+    mean_sq = total.square().mean(1, keepdim=True)
+    skip = (found_inf > 0) | ~mean_sq.isfinite()
+    old, weight = exp_avg_sq[rows], table[rows].float()
+    v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
+    exp_avg_sq[rows] = torch.where(skip, old, v)
+    table[rows] = torch.where(skip, weight, weight - lr / (v.sqrt() + 1e-10) * total).to(table.dtype)
+
+
+@torch.no_grad()
+def row_adam_(
+    table: Tensor, exp_avg_sq: Tensor, ids: Tensor, grads: Tensor,
+    lr: Tensor, beta2: float, loss_scale: Tensor, found_inf: Tensor,
+) -> None:  # fmt: skip
+    """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
+
+    ids (N,), with repeats; grads (N, C), each a part of its row's gradient, times loss_scale. The parts are summed
+    first, in fp32, so that a row in half precision is rounded once. exp_avg_sq (R, 1), fp32, starts with a row's first
+    gradient: its first step is lr. A row whose gradient is not finite stays, and all do if found_inf is not 0."""
+    step = _row_adam_triton if table.is_cuda else _row_adam_torch
+    step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import prepare
-from kernels import Linear4bit, fused_linear_cross_entropy
+from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_
 from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 
 # ---- Hyperparameters; sizes by GPU follow below, in SIZES
@@ -367,25 +367,6 @@ def assign(old, new, skip):
     old.copy_(torch.where(skip, old, new))
 
 
-def sparse_adam_update(ids, grads, p, exp_avg_sq, lr, beta2, loss_scale, skip):
-    """Adam without momentum on those rows of p (R, C) that a batch touches, one second moment per row.
-
-    ids: tensors (N,), with repeats; grads: (N, C), each a part of its row's gradient, times loss_scale. exp_avg_sq
-    (R, 1) starts with a row's first gradient, so that its first step is lr. Returns all ids, and what their rows of
-    p and exp_avg_sq become: parts are summed first, so that p in half precision is rounded once.
-    """
-    ids, grads = torch.cat(ids), torch.cat(grads)
-    position = torch.arange(len(ids), device=ids.device)
-    first = ids.new_empty(len(p)).scatter_(0, ids, position)[ids]  # (N,) one representative per distinct id
-    total = torch.zeros_like(grads, dtype=torch.float32).index_add_(0, first, grads.float()) / loss_scale
-    mean_sq = total.square().mean(-1, keepdim=True)[first]  # (N, 1)
-    skip = skip | ~mean_sq.isfinite()  # GradScaler has not seen them
-    old, rows = exp_avg_sq[ids], p[ids].float()
-    v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
-    new_rows = rows - lr / (v.sqrt() + 1e-10) * total[first]
-    return ids, torch.where(skip, rows, new_rows).to(p.dtype), torch.where(skip, old, v)
-
-
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
     """Gradients (n, R, C), times loss_scale, to matrices of spectral norm below 1. hyper (3,): learning rate, weight
     decay, Nesterov momentum."""
@@ -477,10 +458,8 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
                     if p.sparse_grads:  # else an edit has left it unused
-                        ids, rows, moments = wrap(sparse_adam_update)(
-                            *zip(*p.sparse_grads), p.detach(), exp_avg_sq, h[0], group["betas"][1], loss_scale, skip
-                        )
-                        p[ids], exp_avg_sq[ids] = rows, moments
+                        ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*p.sparse_grads))
+                        row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
                         p.sparse_grads.clear()
                 continue
             params = [p.detach() for p in group["params"]]

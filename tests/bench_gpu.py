@@ -214,6 +214,12 @@ def cross_entropy(most_rows: int, args, out) -> list[Kernel]:
     return [Kernel(where, "memory", 0, 6 * v * d)] + chunk * -(-n // rows)
 
 
+def row_adam(ids, grads) -> list[Kernel]:
+    """kernels.row_adam_: a radix sort of the ids, eight passes; the gradients read, as many rows read and written."""
+    sort = Kernel("row_adam", "memory", 0, 4 * nbytes(ids))
+    return [sort] * 8 + [Kernel("row_adam", "memory", 0, 3 * nbytes(grads))]
+
+
 def memory_efficient(q, k, v, is_causal, plain=F.scaled_dot_product_attention):
     """What Turing and Volta have: flash and cuDNN start at sm_80. So does bf16 here; the rest is plain maths."""
     if q.dtype == torch.bfloat16:
@@ -304,6 +310,7 @@ def record(
         patch.object(train, "compiled", functools.cache(train.compiled.__wrapped__)),
         patch.object(train, "load_fa3", lambda: flash if fa3 and own[0] == 9 else None),
         patch.object(train, "NGRAMS", () if port else train.NGRAMS),
+        patch.object(train, "row_adam_", lambda _, __, *update: recorder.kernels.extend(row_adam(*update[:2]))),
         patch.object(train.Linear, "forward", autocast_linear if port else train.Linear.forward),
         redirect_stdout(None),  # without FA3 a Hopper says so
         patch.object(torch.version, "cuda", "13.0"),

@@ -232,16 +232,6 @@ def test_sparse_adam_in_half_precision_rounds_once_per_row_however_often_a_step_
     assert optimizer.param_groups[0]["state"][0].dtype == torch.float32
 
 
-def test_all_that_a_step_writes_to_one_row_is_equal_so_that_the_last_may_win():
-    torch.manual_seed(0)
-    ids, p, moments = torch.randint(5, (40,)), torch.randn(9, 8), torch.rand(9, 1)
-    rates = torch.tensor(0.1), 0.9, torch.tensor(1.0), torch.tensor(False)
-    _, *written = train.sparse_adam_update([ids], [torch.randn(40, 8)], p, moments, *rates)
-    for values, before in zip(written, (p, moments), strict=True):
-        for row in range(5):
-            assert (values[ids == row] == values[ids == row][0]).all() and (values[ids == row] != before[row]).all()
-
-
 def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overflows_the_row_stays():
     (p,) = tables(torch.ones(5, 8))
     optimizer = make("sparse", [p])

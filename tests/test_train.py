@@ -245,7 +245,7 @@ def test_adamw_matches_torch():
 
 
 def dense_adam(p, grad, v, lr, beta2):
-    """sparse_adam_update in float64, row by row, of a dense gradient whose untouched rows are NaN."""
+    """row_adam_ in float64, row by row, of a dense gradient whose untouched rows are NaN."""
     for row in (~grad.isnan().any(1)).nonzero().flatten():
         mean_sq = grad[row].square().mean()
         v[row] = beta2 * v[row] + (1 - beta2) * mean_sq if v[row] else mean_sq

@@ -1,0 +1,83 @@
+"""Adam on the rows of a table, as a Triton kernel and in plain PyTorch, against its reference in float64."""
+
+import math
+
+import pytest
+import torch
+from reference_optimizer import SparseAdam
+
+import kernels
+
+STEPS = [kernels._row_adam_torch, kernels._row_adam_triton]
+
+
+def example(n: int, columns: int, dtype: torch.dtype, device, rows: int = 9):
+    """A table, its second moments (a third of them still 0), ids of rows 0 to 4, and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(rows, columns, generator=generator)
+    exp_avg_sq = torch.rand(rows, 1, generator=generator) * (torch.arange(rows) % 3 > 0)[:, None]
+    ids, grads = torch.randint(5, (n,), generator=generator), torch.randn(n, columns, generator=generator)
+    return table.to(device, dtype), exp_avg_sq.to(device), ids.to(device), grads.to(device, dtype)
+
+
+def scalars(device, lr=0.1, loss_scale=8.0, found_inf=0.0):
+    lr, loss_scale, found_inf = (torch.tensor(x, device=device) for x in (lr, loss_scale, found_inf))
+    return lr, 0.9, loss_scale, found_inf
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n, columns", [(1, 1), (3, 8), (4, 48), (5, 64), (40, 40), (513, 384)])
+def test_rows_that_are_touched_follow_the_reference_and_others_stay(step, dtype, n, columns, device):
+    table, exp_avg_sq, ids, grads = example(n, columns, dtype, device)
+    reference = SparseAdam(table.double().cpu())
+    reference.v = {row: v for row, v in enumerate(exp_avg_sq.double().flatten().tolist()) if v}
+    reference.step(list(zip(ids.tolist(), grads.double().cpu() / 8, strict=True)), 0.1, 0.9)
+    before, moments = table.clone(), exp_avg_sq.clone()
+    step(table, exp_avg_sq, ids, grads, *scalars(device))
+    eps = torch.finfo(dtype).eps  # the interpreter rounds bf16 down
+    torch.testing.assert_close(table.double().cpu(), reference.p, rtol=eps, atol=1e-6)
+    touched = ids.unique().tolist()
+    expected = torch.tensor([reference.v[row] for row in touched], dtype=torch.float64)
+    torch.testing.assert_close(exp_avg_sq.double().flatten().cpu()[touched], expected, rtol=1e-5, atol=0)
+    rest = [row for row in range(len(table)) if row not in touched]
+    assert torch.equal(table[rest], before[rest]) and torch.equal(exp_avg_sq[rest], moments[rest])
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_whose_gradient_is_not_finite_stays(step, bad, device):
+    table, exp_avg_sq, ids, grads = example(40, 48, torch.float32, device)
+    before, moments = table.clone(), exp_avg_sq.clone()
+    grads[(ids == 2).nonzero()[-1], 7] = bad
+    step(table, exp_avg_sq, ids, grads, *scalars(device))
+    assert (table != before).any(1).tolist() == [True, True, False, True, True, *[False] * 4]
+    assert (exp_avg_sq != moments).flatten().tolist() == [True, True, False, True, True, *[False] * 4]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_nothing_changes_in_a_step_that_is_skipped(step, device):
+    table, exp_avg_sq, ids, grads = example(40, 48, torch.float32, device)
+    before, moments = table.clone(), exp_avg_sq.clone()
+    step(table, exp_avg_sq, ids, grads, *scalars(device, found_inf=1.0))
+    assert torch.equal(table, before) and torch.equal(exp_avg_sq, moments)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_thousand_gradients_of_one_row_that_overflow_together_in_fp16_are_summed_in_fp32(step, device):
+    table, exp_avg_sq = torch.zeros(3, 8, device=device, dtype=torch.float16), torch.zeros(3, 1, device=device)
+    grads = torch.full((1024, 8), 1024.0, device=device, dtype=torch.float16)
+    step(table, exp_avg_sq, torch.ones(1024, dtype=torch.long, device=device), grads, *scalars(device, loss_scale=1.0))
+    assert exp_avg_sq.flatten().tolist() == [0, 2.0**40, 0]
+    torch.testing.assert_close(table[1].float(), torch.full((8,), -0.1, device=device), rtol=1e-3, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_same_gradients_give_the_same_bits(device):
+    """No atomic additions: a run can be repeated."""
+    results = []
+    for _ in range(3):
+        table, exp_avg_sq, ids, grads = example(20_000, 384, torch.float16, device)
+        kernels.row_adam_(table, exp_avg_sq, ids, grads, *scalars(device))
+        results.append((table, exp_avg_sq))
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
