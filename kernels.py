@@ -171,7 +171,9 @@ def _split_scale(row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     which is 1 unless dtype is fp16, whose range is too small for a mean's 1/n."""
     if dtype != torch.float16 or row_scale.numel() == 0:
         return row_scale, row_scale.new_ones(())
-    largest = row_scale.abs().amax().nan_to_num(1.0, 1.0)  # 1/n is inf if no target counts; gradients are 0 then
+    if row_scale.dim() == 0:
+        return row_scale.new_ones(()), row_scale.nan_to_num(posinf=1.0)  # 1/n of no targets; gradients are 0 then
+    largest = row_scale.abs().amax().nan_to_num(1.0, 1.0)
     late = largest.clamp(torch.finfo(torch.float32).tiny)
     return row_scale / late, late
 
@@ -195,20 +197,27 @@ def _addmm_(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> 
         out.copy_(out.float().addmm_(a.float(), b.float(), beta=beta, alpha=alpha))
 
 
+def _new_dw(x: Tensor, weight: Tensor, need_dw: bool) -> Tensor:
+    """The sum over chunks is in fp32. For a bf16 weight it is in bf16 if that rounds it twice at most."""
+    few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
+    dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
+    return x.new_empty(weight.shape if need_dw else 0, dtype=dtype)
+
+
 @torch.library.custom_op("autoresearch::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, softcap: float, ignore_index: int,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses (N,) and the gradients of sum(row_scale * losses), where row_scale is () or (N,): dx (N, D) in x's dtype
-    and dw (V, D) in fp32, each empty if not needed."""
+    and dw (V, D) from `_new_dw`, each empty if not needed."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses = x.new_empty(n, dtype=torch.float32)
     dx = x.new_empty(x.shape if need_dx else 0)
-    dw = x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
+    dw = _new_dw(x, weight, need_dw)
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits, as |g| <= 1
-    scale = (row_scale * boost).expand(n)
+    scale = (row_scale if boost == 1 else row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
     for i in range(0, n, rows):
@@ -225,8 +234,8 @@ def _linear_cross_entropy(
 
 @_linear_cross_entropy.register_fake
 def _(x, weight, targets, row_scale, softcap, ignore_index, need_dx, need_dw):
-    dw = x.new_empty(weight.shape if need_dw else 0, dtype=torch.float32)
-    return x.new_empty(len(x), dtype=torch.float32), x.new_empty(x.shape if need_dx else 0), dw
+    dx = x.new_empty(x.shape if need_dx else 0)
+    return x.new_empty(len(x), dtype=torch.float32), dx, _new_dw(x, weight, need_dw)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -298,8 +307,8 @@ def _flatten(x: Tensor, targets: Tensor, softcap: float | None, ignore_index: in
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    counted = (targets != ignore_index).sum() if reduction == "mean" else 1
-    row_scale = torch.ones((), device=x.device) / counted
+    counted = (targets != ignore_index).sum() if reduction == "mean" else torch.ones((), device=x.device)
+    row_scale = counted.reciprocal()
     return x, targets, row_scale, float(softcap or 0), ignore_index, reduction != "none"
 
 

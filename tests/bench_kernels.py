@@ -147,6 +147,9 @@ def bench_linear(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     report(f"{'floor: the three GEMMs':28}{floor:9.3f}")
     for name, build in CONTENDERS.items():
         report(f"{name:28}{contend(build, x, weight, targets, expected, floor)}")
+    half = weight.detach().to(x.dtype).requires_grad_()
+    name = f"ours, weight in {str(x.dtype).removeprefix('torch.')}"
+    report(f"{name:28}{contend(lambda: ours, x, half, targets, expected, floor)}")
     x.grad = weight.grad = None
     with torch.no_grad():
         ms, extra = time_ms(lambda: ours(x, weight, targets)), peak_mib(lambda: ours(x, weight, targets))

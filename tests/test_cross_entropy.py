@@ -258,6 +258,15 @@ def test_the_weight_gradient_has_the_weight_s_dtype(device):
     torch.testing.assert_close(dw, dw_fp32.bfloat16())
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_the_gradient_of_a_bf16_weight_is_rounded_twice_at_most(chunks, device, monkeypatch):
+    x, weight, targets = example(384, 32, 100, torch.bfloat16, device)
+    monkeypatch.setattr(kernels, "_chunk_rows", lambda *_: 384 // chunks)
+    _, _, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
+    _, _, exact = gradients(fused_linear_cross_entropy, x, weight, targets)
+    assert error(dw, exact.double()) < 1.5 * error(exact.bfloat16(), exact.double())
+
+
 def test_autocast_sets_the_dtype_of_the_gemms(device):
     x, weight, targets = example(64, 32, 100, torch.float32, device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -532,17 +541,26 @@ def test_cuda_graph_replays_new_inputs():
     torch.testing.assert_close(captured, step())
 
 
+def peak(step) -> int:
+    """Bytes that a call takes at most beyond what was there."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+def test_a_bf16_weight_of_a_large_vocabulary_costs_its_gradient_and_one_chunk():
+    x, weight, targets = example(8192, 4096, 128256, torch.bfloat16, torch.device("cuda"))
+    weight = weight.detach().bfloat16().requires_grad_()
+    assert peak(lambda: fused_linear_cross_entropy(x, weight, targets, softcap=15.0).backward()) <= 2.2 * 2**30
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [65536, 262144])
 def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n):
     x, weight, targets = example(n, 512, 8192, torch.bfloat16, torch.device("cuda"))
-
-    def peak(step) -> int:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated() - before
 
     def train() -> None:
         x.grad = weight.grad = None
