@@ -82,7 +82,6 @@ SECTIONS = [
         ("config.full_heads if i % 5 == 0 else 0", "config.full_heads"),
         ("shift=i % 2 * config.window // 2", "shift=0"),
         ("((full, T), (rest, self.layer.window))", "((full, T), (rest, T))"),
-        ("+ (H - layer.full_heads) * layer.window", ""),
         ("value_embed=i % 2 == 0)", "value_embed=i % 2 == 1)"),
         ("return table[::-1]", "return table"),
         ('1 if "embed" in name else INIT_SCALE', "1"),
@@ -202,6 +201,12 @@ SECTIONS = [
         ("evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)", "evaluate_bpb(model, tokenizer, 4 * config.device_batch_size, config.seq_len)"),
         ("val_bpb = evaluate_bpb(", "[p.data.mul_(8).round_().div_(8) for p in model.parameters()]; val_bpb = evaluate_bpb("),
         ("(loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))", "(loss - self._smooth_loss) * 0.1"),
+    ]),
+    ("The FLOPs", "train.py", ["test_train.py", "-k", "flops"], [
+        ("+ (H - layer.full_heads) * layer.window", ""),
+        ("layer.full_heads * T", "layer.full_heads * layer.window"),
+        ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
+        ("6 * matrices + 12", "2 * matrices + 12"),
     ]),
     ("The warm-up", "prepare.py", ["test_train.py", "-k", "warm_up"], [
         ("        model.zero_grad(set_to_none=True)\n        print(f\"Out", "        print(f\"Out"),
