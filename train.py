@@ -85,7 +85,7 @@ class Config:
 
 SIZES = (  # from this many FLOP/s on
     #        depth n_embd head_dim seq_len window full_heads device_ total_ ngram_rows
-    (0,      Config(4, 128, 32,    256,    256,   4,         16,     2**12, 40_960)),  # no GPU
+    (0,      Config(3, 128, 32,    256,    256,   4,         16,     2**12, 40_960)),  # no GPU
     (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
     (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
     (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
