@@ -16,8 +16,8 @@ from prepare import Clock
 
 VOCAB = 512
 TINY = train.Config(
-    depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, full_heads=2, device_batch_size=2, total_batch_size=128, ngram_rows=512,
-    vocab_size=VOCAB,
+    depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, full_heads=2, device_batch_size=2, total_batch_size=128,
+    ngram_rows=512, vocab_size=VOCAB,
 )  # fmt: skip
 CPU = torch.device("cpu")
 
