@@ -443,6 +443,7 @@ def pick_gpu(name: str | None = None) -> tuple:
     if name not in (None, "cpu", *GPUS):
         raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
     if name == "cpu" or not torch.cuda.is_available():
+        torch.ones(1).exp()  # where threads share MKL's first one in a process, one of them gets 4 digits
         return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
     if torch.version.hip:
         raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")

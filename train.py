@@ -49,7 +49,8 @@ FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
 @dataclass(frozen=True)
 class Layer:
-    window: int        # tokens that attention sees: FA3 slides it, SDPA cuts pieces of it
+    full_heads: int    # heads, the first ones, that see the whole context
+    window: int        # tokens that the others see: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
     value_embed: bool  # whether values get an embedding of the token
 
@@ -58,8 +59,8 @@ def layers(config):
     """One per layer, counted from the last: another depth changes the first layers and leaves the rest."""
     table = []
     for i in range(config.depth):  # i = 0 is the last layer
-        window = config.seq_len if i % 5 == 0 else config.window
-        table.append(Layer(window, shift=i % 2 * window // 2, value_embed=i % 2 == 0))
+        full_heads = config.full_heads if i % 5 == 0 else 0
+        table.append(Layer(full_heads, config.window, shift=i % 2 * config.window // 2, value_embed=i % 2 == 0))
     return table[::-1]
 
 
@@ -74,7 +75,8 @@ class Config:
     n_embd: int             # of the residual stream
     head_dim: int
     seq_len: int            # tokens
-    window: int             # tokens that most layers see; see `layers`
+    window: int             # tokens that most heads see; see `layers`
+    full_heads: int         # heads that see the whole context, in the last of every five layers
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
@@ -82,12 +84,12 @@ class Config:
 
 
 SIZES = (  # from this many FLOP/s on
-    #        depth n_embd head_dim seq_len window device_ total_ ngram_rows
-    (0,      Config(4, 128, 32,    256,    256,   16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(5, 384, 128,   2048,   256,   16,     2**15, 2_621_440)),
-    (145e12, Config(6, 512, 128,   2048,   256,   16,     2**16, 2_621_440)),
-    (250e12, Config(8, 512, 128,   2048,   256,   32,     2**16, 2_621_440)),
-    (600e12, Config(9, 640, 128,   2048,   256,   64,     2**17, 2_621_440)),
+    #        depth n_embd head_dim seq_len window full_heads device_ total_ ngram_rows
+    (0,      Config(3, 128, 32,    256,    256,   4,         16,     2**12, 40_960)),  # no GPU
+    (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
+    (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
+    (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
+    (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440)),
 )
 
 
@@ -225,20 +227,23 @@ class Attention(nn.Module):
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer finds what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        y = (self.windows if self.flash else self.pieces)(q, k, v)
+        attend = self.windows if self.flash else self.pieces
+        full, rest = zip(*(t.tensor_split([self.layer.full_heads], dim=2) for t in (q, k, v)))
+        heads = ((full, T), (rest, self.layer.window))
+        y = torch.cat([attend(*qkv, window) for qkv, window in heads if qkv[0].numel()], 2)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
-    def windows(self, q, k, v):
+    def windows(self, q, k, v, window):
         # contiguous() is fused here; FA3 may copy twice
-        return self.flash(q, k, v.contiguous(), causal=True, window_size=(self.layer.window, 0))
+        return self.flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
 
-    def pieces(self, q, k, v):
+    def pieces(self, q, k, v, window):
         """Causal attention within pieces of `window` tokens. Zeros in front and behind shift the cuts.
 
         Those in front are an attention sink: without them, the first 128 tokens lose 0.004 nats (measured).
         """
         B, T, H, D = q.shape
-        W, S = (self.layer.window, self.layer.shift) if self.layer.window < T else (T, 0)
+        W, S = (window, self.layer.shift) if window < T else (T, 0)
         if S:
             q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
         q, k, v = (t.reshape(-1, W, H, D).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
@@ -323,7 +328,9 @@ class GPT(nn.Module):
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - lookups
-        return 6 * matrices + sum(12 * self.config.n_embd * block.attn.layer.window for block in self.blocks)
+        H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
+        keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
+        return 6 * matrices + 12 * self.config.head_dim * keys
 
 
 def requantize(model):

@@ -158,6 +158,7 @@ PORT = train.Config(
     head_dim=128,
     seq_len=512,
     window=512,
+    full_heads=4,
     device_batch_size=16,
     total_batch_size=2**16,
     ngram_rows=0,

@@ -18,10 +18,11 @@ class Layer:
     """Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`.
 
     A shift puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where
-    the window holds the whole sequence, there is one piece and no shift.
+    the window holds the whole sequence, there is one piece and no shift; so it is for the first `full_heads` heads.
     """
 
     window: int
+    full_heads: int = 0
     shift: int = 0
     value_embed: bool = False
 
@@ -40,12 +41,13 @@ def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def seen(model: Model, layer: Layer, t: int, T: int) -> tuple[int, int]:
-    """How many zeros position t attends to, and the earliest of the positions before it that it attends to."""
+def seen(model: Model, layer: Layer, h: int, t: int, T: int) -> tuple[int, int]:
+    """How many zeros head h of position t attends to, and the earliest of the positions before it."""
+    window = T if h < layer.full_heads else layer.window
     if model.sliding:
-        return 0, max(0, t - layer.window)
-    shift = layer.shift if layer.window < T else 0
-    begin = (t + shift) // layer.window * layer.window - shift  # of its piece
+        return 0, max(0, t - window)
+    shift = layer.shift if window < T else 0
+    begin = (t + shift) // window * window - shift  # of its piece
     return max(0, -begin), max(0, begin)
 
 
@@ -97,7 +99,7 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
         keys = torch.cat([keys[:, : D // 4], before[:, D // 4 :]], dim=1)
         rows = []
         for t in range(T):
-            zeros, first = seen(model, layer, t, T)
+            zeros, first = seen(model, layer, h, t, T)
             scores = (queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)
             weights_of_keys = scores.exp() / (zeros + scores.exp().sum())  # exp(0) for each zero
             rows.append(weights_of_keys @ values[first : t + 1])

@@ -20,7 +20,8 @@ FULL = SEQ_LEN
 
 TABLES = {
     "cuts in one place": (Layer(FULL), Layer(8, value_embed=True), Layer(12), Layer(FULL, value_embed=True)),
-    "shifted cuts": (Layer(8, value_embed=True), Layer(12, 3), Layer(8, 4, value_embed=True), Layer(FULL, FULL // 2)),
+    "shifted cuts": (Layer(8, value_embed=True), Layer(12, 0, 3), Layer(8, 1, 4, True), Layer(FULL, 0, FULL // 2)),
+    "some heads see all": (Layer(8, 2, value_embed=True), Layer(12, 3, 3), Layer(8, 1, 4), Layer(12, 1)),
 }
 
 
@@ -31,7 +32,7 @@ def config(layers: tuple[Layer, ...], monkeypatch) -> train.Config:
     """A tiny configuration with this table of layers."""
     table = [train.Layer(**dataclasses.asdict(layer)) for layer in layers]
     monkeypatch.setattr(train, "layers", lambda config: table)
-    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB)
+    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, 1, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB)
 
 
 def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
@@ -232,9 +233,10 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
         assert bounded if kind in uniform else not bounded, f"{name} is drawn from another distribution"
 
 
-def test_layers_are_counted_from_the_last_one_which_sees_the_whole_context():
-    """Of every five, four have the short window. Every other one has a value embedding, the rest are shifted."""
-    table = train.layers(train.Config(6, WIDTH, HEAD_DIM, SEQ_LEN, 8, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB))
-    assert [layer.window for layer in table] == [FULL, 8, 8, 8, 8, FULL]
+def test_layers_are_counted_from_the_last_one_where_heads_see_the_whole_context():
+    """Of every five, in four all heads have the window. Every other one has a value embedding, the rest are shifted."""
+    table = train.layers(train.Config(6, WIDTH, HEAD_DIM, SEQ_LEN, 8, 2, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB))
+    assert [layer.full_heads for layer in table] == [2, 0, 0, 0, 0, 2]
+    assert {layer.window for layer in table} == {8}
     assert [layer.value_embed for layer in table] == [False, True, False, True, False, True]
-    assert [layer.shift for layer in table if layer.window == 8] == [0, 4, 0, 4]
+    assert [layer.shift for layer in table] == [4, 0, 4, 0, 4, 0]

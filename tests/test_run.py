@@ -37,7 +37,7 @@ from types import SimpleNamespace
 import torch, prepare, train
 
 sys.argv[0] = "train.py"
-train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512)),)
+train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
@@ -710,7 +710,7 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tm
 
 def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "WEIGHTS", tmp_path / "model.safetensors")
-    config = train.Config(2, 64, 32, 64, 16, 2, 128, 512, 300)
+    config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 300)
     torch.manual_seed(0)
     model = train.build_model(config, torch.device("cpu"), None)
     for p in model.parameters():

@@ -16,8 +16,8 @@ from prepare import Clock
 
 VOCAB = 512
 TINY = train.Config(
-    depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, device_batch_size=2, total_batch_size=128, ngram_rows=512,
-    vocab_size=VOCAB,
+    depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, full_heads=2, device_batch_size=2, total_batch_size=128,
+    ngram_rows=512, vocab_size=VOCAB,
 )  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -63,8 +63,9 @@ def test_a_gpu_that_is_too_old_is_refused_with_the_remedy():
 
 
 def test_size_grows_with_the_gpu():
-    sizes = [train.pick_size(peak) for peak in (0, 25e12, 65e12, 150e12, 312e12, 989e12, 2250e12)]
-    assert [config.depth for config in sizes] == sorted(config.depth for config in sizes)
+    sizes = [train.pick_size(peak) for peak in (0, 25e12, 65e12, 121e12, 312e12, 989e12, 2250e12)]
+    matrices = [config.depth * config.n_embd**2 for config in sizes]
+    assert matrices == sorted(matrices)
     assert sizes[0] == train.SIZES[0][1] and sizes[-1] == train.SIZES[-1][1] and sizes[1] == sizes[2] != sizes[3]
 
 
@@ -73,6 +74,7 @@ def test_sizes_divide(config):
     assert config.n_embd % config.head_dim == 0
     assert config.total_batch_size % (config.device_batch_size * config.seq_len) == 0
     assert config.seq_len % config.window == 0, "SDPA cuts whole pieces"
+    assert 1 <= config.full_heads <= config.n_embd // config.head_dim
     assert config.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
@@ -99,7 +101,7 @@ def test_another_depth_leaves_the_last_layers_as_they_are():
         deeper = dataclasses.replace(config, depth=config.depth + 1)
         assert train.layers(deeper)[1:] == train.layers(config)
     last = train.layers(TINY)[-1]
-    assert last.window == TINY.seq_len and last.value_embed and last.shift == 0
+    assert last.full_heads == TINY.full_heads and last.value_embed and last.shift == 0
 
 
 # -- Model
@@ -125,7 +127,7 @@ def test_pieces_of_a_shifted_layer_span_the_cuts_of_the_others():
     changed = x.clone()
     changed[:, 30] += 1
     for shift, reach in (0, 32), (8, 40):  # cut at 32, or at 24 and 40
-        attention = train.Attention(TINY, train.Layer(16, shift, False), None)
+        attention = train.Attention(TINY, train.Layer(0, 16, shift, False), None)
         with torch.no_grad():
             difference = attention(changed, None, cos, sin) - attention(x, None, cos, sin)
         moved = difference.abs().amax((0, 2)).nonzero().squeeze(1)

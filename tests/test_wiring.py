@@ -91,7 +91,7 @@ class Step:
 
 def settings(**changes) -> train.Config:
     """A tiny configuration: four device batches of two sequences to a step."""
-    return dataclasses.replace(train.Config(2, 64, 32, T, T, 2, 8 * T, 512), **changes)
+    return dataclasses.replace(train.Config(2, 64, 32, T, T, 2, 2, 8 * T, 512), **changes)
 
 
 def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
