@@ -307,8 +307,7 @@ def _flatten(x: Tensor, targets: Tensor, softcap: float | None, ignore_index: in
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    counted = (targets != ignore_index).sum() if reduction == "mean" else torch.ones((), device=x.device)
-    row_scale = counted.reciprocal()
+    row_scale = (targets != ignore_index).sum().reciprocal() if reduction == "mean" else torch.ones((), device=x.device)
     return x, targets, row_scale, float(softcap or 0), ignore_index, reduction != "none"
 
 

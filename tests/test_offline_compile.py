@@ -22,23 +22,20 @@ ALIGNED = {"logits_stride"}  # integers known to be multiples of 16, as every po
 # kernel, types of its runtime arguments ("x": the dtype of the activations), its constants, warps
 ROWS = ["*x", "*i64", "*fp32", "*fp32", "i32", "i32", "fp32", "i32"]
 TABLE = ["*x", "*fp32", "*i64", "*i64", "*x", "*fp32", "*fp32", "*fp32", "fp32", "i32"]
-VARIANTS = (
-    [
-        ("_cross_entropy_kernel", ROWS, {"V": v, "BLOCK": block, "SOFTCAP": softcap, "GRAD": grad}, warps)
-        for v, block, warps in [(1, 1, 1), (8192, 8192, 8), (16384, 16384, 16), (50257, 8192, 16), (128256, 16384, 16)]
-        for softcap in (True, False)
-        for grad in (True, False)
-        if grad or v == 8192
-    ]
-    + [
-        ("_row_adam_kernel", TABLE, {"C": c, "BLOCK": block}, 4)
-        for c, block in [(128, 128), (384, 512), (640, 1024), (896, 1024)]
-    ]
-    + [
-        ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 8192}, 8),
-        ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
-    ]
-)
+VARIANTS = [
+    ("_cross_entropy_kernel", ROWS, {"V": v, "BLOCK": block, "SOFTCAP": softcap, "GRAD": grad}, warps)
+    for v, block, warps in [(1, 1, 1), (8192, 8192, 8), (16384, 16384, 16), (50257, 8192, 16), (128256, 16384, 16)]
+    for softcap in (True, False)
+    for grad in (True, False)
+    if grad or v == 8192
+] + [
+    ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 8192}, 8),
+    ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 128, "BLOCK": 128}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 384, "BLOCK": 512}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 640, "BLOCK": 1024}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 896, "BLOCK": 1024}, 4),
+]
 
 
 def compile_variant(name: str, types: list[str], constants: dict, warps: int, capability: int, dtype: str) -> dict:
