@@ -191,16 +191,16 @@ class NGramEmbedding(nn.Embedding):
         return super().forward((ngram_hash(idx, self.n) >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
 
 
-class InductionEmbedding(nn.Embedding):
-    """An induction head by lookup: embeds what followed the last occurrence of the same three tokens in the row."""
+def induction(idx):
+    """An induction head by lookup: what followed the last three tokens when they last occurred in the row.
 
-    def forward(self, idx):
-        key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
-        again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
-        before = torch.where(again, order.roll(1, dims=1), -1)
-        before = torch.empty_like(order).scatter_(1, order, before)  # (B, T) where they ended, or -1
-        followers = F.pad(idx[:, 1:], (0, 1), value=self.num_embeddings - 1)  # of -1: the last row
-        return super().forward(followers.gather(1, before % idx.size(1)))  # (B, T) -> (B, T, C)
+    Tokens (B, T) to tokens (B, T), and whether they did occur, (B, T).
+    """
+    key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
+    again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+    before = torch.where(again, order.roll(1, dims=1), -1)
+    before = torch.empty_like(order).scatter_(1, order, before)  # where they ended, or -1
+    return idx.gather(1, before + 1), before >= 0
 
 
 class Attention(nn.Module):
@@ -281,7 +281,7 @@ class GPT(nn.Module):
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
-        self.induction_embed = InductionEmbedding(config.vocab_size + 1, config.n_embd)
+        self.induction_embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
@@ -306,11 +306,14 @@ class GPT(nn.Module):
             nn.init.constant_(block.x0_lambda, X0_LAMBDA)
         requantize(self)
 
-    def trunk(self, idx, lookups):
-        """Tokens (B, T) and their other embeddings (B, T, C) to the last hidden states (B, T, C)."""
+    def trunk(self, idx, followers, found, ngrams):
+        """Tokens (B, T), what `induction` finds for them and their n-grams' embeddings, each (B, T, C), to the last
+        hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         # cast before the lookup: no (B, T, C) in fp32
-        x = x0 = norm(F.embedding(idx, self.embed.weight.to(self.dtype)) + lookups)
+        x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)
+        x = x + found.unsqueeze(-1) * F.embedding(followers, self.induction_embed.weight.to(self.dtype))
+        x = x0 = norm(x)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
         return norm(x)
@@ -319,7 +322,7 @@ class GPT(nn.Module):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens for seq_len={self.config.seq_len}"
         with torch.enable_grad():  # so that evaluation runs what training has compiled
-            x = self.trunk(idx, sum(table(idx).to(self.dtype) for table in (*self.ngram_embeds, self.induction_embed)))
+            x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)

@@ -37,8 +37,8 @@ def test_an_h200_takes_what_it_took():
 def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
     for name in ("pick_size", "scale_batch", "NGRAMS", "layers"):
         monkeypatch.setattr(train, name, getattr(train, name))  # restored later
-    for owner in (train.InductionEmbedding, train.Attention):
-        monkeypatch.setattr(owner, "forward", owner.forward)
+    for owner, method in ((train.Attention, "forward"), (train.GPT, "forward"), (train.GPT, "trunk")):
+        monkeypatch.setattr(owner, method, getattr(owner, method))
     exec(bench_train.RECIPES["same-shape"], {"train": train})
     predicted = bench_gpu.predict.__wrapped__(train.pick_size(0), "H200")
     bench_gpu.record.cache_clear()  # of the recipe's changes
