@@ -281,7 +281,7 @@ class GPT(nn.Module):
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
-        self.induction_embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.induction_embed = nn.Embedding(config.vocab_size + 1, config.n_embd)  # the last row: nothing found
         self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
@@ -310,9 +310,11 @@ class GPT(nn.Module):
         """Tokens (B, T), what `induction` finds for them and their n-grams' embeddings, each (B, T, C), to the last
         hidden states (B, T, C)."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
-        # cast before the lookup: no (B, T, C) in fp32
-        x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)
-        x = x + found.unsqueeze(-1) * F.embedding(followers, self.induction_embed.weight.to(self.dtype))
+        # cast before the lookups: no (B, T, C) in fp32
+        embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
+        x = F.embedding(idx, embed) + sum(ngrams)
+        # where() instead of a lookup of the last row: most positions would add their gradients to it, one by one
+        x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
         x = x0 = norm(x)
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)

@@ -110,7 +110,8 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits (T, V) of one sequence.
 
-    weights, in float64: embed (V, C), ngram.n (rows, C), induction (V, C), lm_head (V, C), and of each block i, as block.i.qkv and so on:
+    weights, in float64: embed (V, C), ngram.n (rows, C), induction (V + 1, C), whose last row stands for no follower,
+    lm_head (V, C), and of each block i, as block.i.qkv and so on:
     qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
     mlp_out (C, 4C), residual_lambda (), x0_lambda ().
     """
@@ -120,8 +121,7 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
             table, n = weights[name], int(name.partition(".")[2])
             embedded = embedded + table[[ngram_row(tokens, t, n, len(table)) for t in range(len(tokens))]]
     followers = [follower(tokens, t) for t in range(len(tokens))]
-    found = torch.tensor([[token is not None] for token in followers])
-    embedded = embedded + torch.where(found, weights["induction"][[token or 0 for token in followers]], 0)
+    embedded = embedded + weights["induction"][[-1 if token is None else token for token in followers]]
     x = x0 = rms_norm(embedded)
     for i in range(len(model.layers)):
         x = weights[f"block.{i}.residual_lambda"] * x + weights[f"block.{i}.x0_lambda"] * x0
