@@ -404,7 +404,7 @@ def run(train: Callable, build_model: Callable) -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
     args = parser.parse_args()
-    gc.disable()  # compiling makes many objects and little garbage: 2 s of a start (measured)
+    gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     try:
         device, gpu = pick_gpu(args.gpu)
@@ -449,15 +449,37 @@ def pick_gpu(name: str | None = None) -> tuple:
         return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
     if torch.version.hip:
         raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    config.triton.autotune_pointwise = False  # one configuration a kernel: 2 s less to start, as fast (measured)
-    AsyncCompile.warm_pool(), AsyncCompile.wakeup()  # the compiler's processes get ready while the model is built
+    start_compiler()
     p = torch.cuda.get_device_properties()
     here = (p.major, p.minor), p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name
     named = GPUS.get(name, here)
     return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+
+
+def start_compiler() -> None:
+    """Starts Inductor's processes, which get ready while the model is built, and changes two of its defaults.
+
+    It would compile two configurations of most kernels and time them: 2 s of a start on an H200, for no faster ones.
+    And it would read the rows of an RMSNorm several times where other parts of a kernel flip or sum them: 2% of a step
+    there (both measured).
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    config.triton.autotune_pointwise = False
+    default = InductorChoices.should_use_persistent_reduction
+
+    def in_one_pass(features, cooperative_reduction: bool) -> bool:
+        unsure = features.get_reduction_hint() == ReductionHint.DEFAULT and not cooperative_reduction
+        short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 1024)
+        return (unsure and short) or default(features, cooperative_reduction)
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(in_one_pass)
 
 
 def clock_rate(properties) -> int:

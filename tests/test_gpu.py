@@ -4,7 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sympy import Integer
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 
 import prepare
 
@@ -31,8 +37,7 @@ def machine(monkeypatch):
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-        monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
-        monkeypatch.setattr(AsyncCompile, "wakeup", lambda: None)
+        monkeypatch.setattr(prepare, "start_compiler", lambda: None)
 
     return put
 
@@ -92,3 +97,24 @@ def test_an_amd_gpu_is_refused_with_what_runs_there(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(prepare.PrepareError, match="only --gpu cpu runs"):
         prepare.pick_gpu()
+
+
+def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
+    for owner, name in (
+        (AsyncCompile, "warm_pool"), (AsyncCompile, "wakeup"), (config.triton, "autotune_pointwise"),
+        (InductorChoices, "should_use_persistent_reduction"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored later
+    monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: None)
+
+    def in_one_pass(hint: ReductionHint, length: int) -> bool:
+        features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=Integer(length))
+        with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
+            return InductorChoices.should_use_persistent_reduction(features, False)
+
+    assert not in_one_pass(ReductionHint.DEFAULT, 128)
+    prepare.start_compiler()
+    assert in_one_pass(ReductionHint.DEFAULT, 128) and in_one_pass(ReductionHint.DEFAULT, 1024)
+    assert in_one_pass(ReductionHint.INNER, 640)
+    assert not in_one_pass(ReductionHint.DEFAULT, 2048) and not in_one_pass(ReductionHint.OUTER, 128)
