@@ -457,11 +457,11 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def start_compiler() -> None:
-    """Starts Inductor's processes, which get ready while the model is built, and changes two of its defaults.
+    """Starts Inductor's processes, which get ready while the model is built, and changes three of its defaults.
 
-    It would compile two configurations of most kernels and time them: 2 s of a start on an H200, for no faster ones.
-    And it would read the rows of an RMSNorm several times where other parts of a kernel flip or sum them: 2% of a step
-    there (both measured).
+    It would time two configurations of most kernels, and GEMMs with padded operands: 2 s and 1 s of a start on an H200,
+    for nothing faster. And it would read the rows of an RMSNorm several times where other parts of a kernel flip or sum
+    them: 2% of a step there (all measured).
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -471,7 +471,7 @@ def start_compiler() -> None:
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    config.triton.autotune_pointwise = False
+    config.triton.autotune_pointwise = config.shape_padding = False
     default = InductorChoices.should_use_persistent_reduction
 
     def in_one_pass(features, cooperative_reduction: bool) -> bool:

@@ -102,6 +102,7 @@ def test_an_amd_gpu_is_refused_with_what_runs_there(machine, monkeypatch):
 def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
     for owner, name in (
         (AsyncCompile, "warm_pool"), (AsyncCompile, "wakeup"), (config.triton, "autotune_pointwise"),
+        (config, "shape_padding"),
         (InductorChoices, "should_use_persistent_reduction"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored later
