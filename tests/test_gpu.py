@@ -100,14 +100,10 @@ def test_an_amd_gpu_is_refused_with_what_runs_there(machine, monkeypatch):
 
 
 def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
-    for owner, name in (
-        (AsyncCompile, "warm_pool"), (AsyncCompile, "wakeup"), (config.triton, "autotune_pointwise"),
-        (config, "shape_padding"),
-        (InductorChoices, "should_use_persistent_reduction"),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored later
     monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: None)
+    default = InductorChoices.should_use_persistent_reduction
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(default))  # restored later
 
     def in_one_pass(hint: ReductionHint, length: int) -> bool:
         features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=Integer(length))
@@ -115,7 +111,8 @@ def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
             return InductorChoices.should_use_persistent_reduction(features, False)
 
     assert not in_one_pass(ReductionHint.DEFAULT, 128)
-    prepare.start_compiler()
+    with config.patch({"triton.autotune_pointwise": True, "shape_padding": True}):  # restored, too
+        prepare.start_compiler()
     assert in_one_pass(ReductionHint.DEFAULT, 128) and in_one_pass(ReductionHint.DEFAULT, 1024)
     assert in_one_pass(ReductionHint.INNER, 640)
     assert not in_one_pass(ReductionHint.DEFAULT, 2048) and not in_one_pass(ReductionHint.OUTER, 128)
