@@ -30,9 +30,10 @@ SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # share of the embeddings that enters each block at the start
-FOUR_BIT = False           # train the matrices of the blocks as NF4, with fp32 masters
+FOUR_BIT = False           # train the matrices of the blocks, but for experts, as NF4, with fp32 masters
 
-MATRIX_LR = 0.03           # matrices inside the blocks (Muon)
+MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
+EXPERT_LR_SCALE = 0.5      # of those that are experts', as each sees few of the tokens
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
@@ -40,6 +41,8 @@ UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
 X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
+ROUTER_LR = 0.003          # routers of the experts (AdamW)
+BALANCE_RATE = 0.01        # what each step adds to the bias of an expert with less than its share of tokens
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -52,7 +55,7 @@ class Layer:
     full_heads: int    # heads, the first ones, that see the whole context
     window: int        # tokens that the others see: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
-    value_embed: bool  # whether values get an embedding of the token
+    value_embed: bool  # whether the token's embeddings enter again: one of the values, and the first ones
 
 
 def layers(config):
@@ -81,6 +84,7 @@ class Config:
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
     vocab_size: int = VOCAB_SIZE
+    experts: int = 0        # versions of half of each MLP; 0: one MLP for all tokens
 
 
 SIZES = (  # from this many FLOP/s on
@@ -89,7 +93,8 @@ SIZES = (  # from this many FLOP/s on
     (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
     (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
     (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
-    (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440)),
+    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, experts=16)),
+    (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440, experts=16)),
 )
 
 
@@ -252,27 +257,84 @@ class Attention(nn.Module):
         return y.reshape(B, -1, H, D)[:, S : S + T]
 
 
+def leaky_relu_squared(x):
+    return F.leaky_relu(x, 0.3).square()
+
+
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = block_linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = block_linear(4 * config.n_embd, config.n_embd)
+        width = (2 if config.experts else 4) * config.n_embd
+        self.c_fc, self.c_proj = block_linear(config.n_embd, width), block_linear(width, config.n_embd)
 
     def forward(self, x):
-        return self.c_proj(F.leaky_relu(self.c_fc(x), 0.3).square())
+        return self.c_proj(leaky_relu_squared(self.c_fc(x)))
+
+
+class Experts(nn.Module):
+    """Half of an MLP, in several versions. A router gives each token to one of them.
+
+    No token is dropped: each expert's are padded to whole blocks, an eighth more in all, so that shapes stay and
+    batched GEMMs do the work. No loss balances the load: experts with less than their share gain in bias
+    (https://arxiv.org/abs/2408.15664).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        E, C = config.experts, config.n_embd
+        self.router = Linear(C, E)
+        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C, C)) for _ in range(2))
+        self.register_buffer("bias", torch.zeros(E))
+        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
+
+    def forward(self, x):
+        B, T, C = x.shape
+        N, E = B * T, len(self.bias)
+        score = torch.sigmoid(self.router(x)).view(N, E)
+        expert = (score + self.bias).argmax(-1)  # (N,)
+        ranked, order = expert.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
+        ranked, each = ranked.long(), torch.arange(E, device=x.device)
+        last = torch.searchsorted(ranked, each, right=True)  # (E,): where each expert's tokens end
+        tokens = last - F.pad(last[:-1], (1, 0))
+        self.load += tokens
+
+        rows = max(1, N // (8 * E))  # of a block
+        blocks = tokens // rows + 1  # N // rows + E in all, at most
+        end = blocks.cumsum(0)
+        slot = torch.arange(N, device=x.device) + ((end - blocks) * rows - last + tokens)[ranked]
+        token_at = order.new_full(((N // rows + E) * rows,), N).scatter_(0, slot, order)  # N: padding
+        slot_of = torch.empty_like(order).scatter_(0, order, slot)
+        block = torch.arange(N // rows + E, device=x.device)[:, None]
+        owner = ((end - blocks <= block) & (block < end)).to(x.dtype)  # (blocks, E), one-hot
+
+        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, 2 * C, C) for w in (self.c_fc, self.c_proj))
+        # index_copy, as its gradient is a lookup, and that of a lookup a sum
+        h = x.new_zeros(len(token_at), C).index_copy(0, slot_of, x.reshape(N, C)).view(-1, rows, C)
+        h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
+        h = x.new_empty(N + 1, C).index_copy(0, token_at, h.view(-1, C))[:N]
+        return (h * 2 * score.gather(1, expert[:, None])).view(B, T, C)
+
+    @torch.no_grad()
+    def balance(self):
+        self.bias += BALANCE_RATE * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
 
 
 class Block(nn.Module):
     def __init__(self, config, layer, flash):
         super().__init__()
         self.attn, self.mlp = Attention(config, layer, flash), MLP(config)
+        self.experts = Experts(config) if config.experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(()))  # and of the token embedding
+        self.x0_lambda = nn.Parameter(torch.empty(())) if layer.value_embed else None  # and of the first embeddings
 
     def forward(self, x, x0, idx, cos, sin):
-        x = self.residual_lambda * x + self.x0_lambda * x0  # (B, T, C)
+        x = self.residual_lambda * x  # (B, T, C)
+        if self.x0_lambda is not None:
+            x = x + self.x0_lambda * x0
         x = x + self.attn(norm(x), idx, cos, sin)
-        return x + self.mlp(norm(x))
+        h = norm(x)
+        return x + self.mlp(h) if self.experts is None else x + self.mlp(h) + self.experts(h)
 
 
 class GPT(nn.Module):
@@ -298,12 +360,16 @@ class GPT(nn.Module):
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
-            if p.ndim == 2:  # c_proj starts at zero, so that every block is the identity
-                scale = 0 if name.endswith(("c_proj.weight", "gate.weight")) else 1 if "embed" in name else INIT_SCALE
+            if p.ndim > 1:  # c_proj starts at zero, so that every block is the identity
+                scale = 0 if "c_proj" in name or "gate" in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
-            nn.init.constant_(block.x0_lambda, X0_LAMBDA)
+            if block.x0_lambda is not None:
+                nn.init.constant_(block.x0_lambda, X0_LAMBDA)
+            if block.experts is not None:
+                nn.init.zeros_(block.experts.bias)
+                nn.init.zeros_(block.experts.load)
         requantize(self)
 
     def trunk(self, idx, followers, found, ngrams):
@@ -333,6 +399,7 @@ class GPT(nn.Module):
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - lookups
+        matrices += sum(p[0].numel() for p in self.parameters() if p.ndim == 3)  # one expert's
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
         return 6 * matrices + 12 * self.config.head_dim * keys
@@ -343,6 +410,12 @@ def requantize(model):
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.requantize_()
+
+
+def balance(model):
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.balance()
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
@@ -398,8 +471,9 @@ def polar_express(x):
     return x
 
 
-def muon_update(p, update, second_moment, scale, hyper, skip):
-    """In place: p and the orthogonal update (n, R, C); second_moment (n, R, 1), scale (n, 1, 1)."""
+def muon_update(p, update, second_moment, scale, rate, hyper, skip):
+    """In place: p and the orthogonal update (n, R, C); second_moment (n, R, 1); scale of the update, rate of both
+    update and decay (n, 1, 1)."""
     lr, decay, _ = hyper.unbind()
     update = update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): rows evened out by their second moment, the norm as before
@@ -409,7 +483,7 @@ def muon_update(p, update, second_moment, scale, hyper, skip):
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
     cautious = update * p >= 0  # decay only where it agrees with the update
-    assign(p, p - lr * (scale * update + decay * p * cautious), skip)
+    assign(p, p - lr * rate * (scale * update + decay * p * cautious), skip)
     assign(second_moment, moment, skip)
 
 
@@ -419,8 +493,9 @@ def compiled(function):
 
 
 def as_stack(t):
-    """A matrix as a view (n, R, C), R >= C: squares if one side is a multiple of the other (so q, k and v count
-    separately), else the whole."""
+    """A matrix, or some below each other, as a view (n, R, C), R >= C: squares if one side is a multiple of the other
+    (so q, k and v count separately), else the whole."""
+    t = t.flatten(0, -2)
     t = t.mT if t.size(0) < t.size(1) else t
     return t.unflatten(0, (-1, t.size(1))) if t.size(0) % t.size(1) == 0 else t[None]
 
@@ -446,10 +521,13 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
                 # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
-                shares = [min(1, p.size(0) / p.size(1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
+                shares = [min(1, p.size(-2) / p.size(-1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
                 scale = [torch.full_like(s[:, :1, :1], share**0.5) for s, share in zip(stacks, shares)]
+                rates = [EXPERT_LR_SCALE if p.ndim == 3 else 1.0 for p in params]
+                rate = [torch.full_like(s[:, :1, :1], rate) for s, rate in zip(stacks, rates)]
                 momentum_buffer = torch.zeros_like(torch.cat(stacks))  # (n, R, C)
-                group["state"] = [torch.cat(scale), momentum_buffer, torch.zeros_like(momentum_buffer[..., :1])]
+                second_moment = torch.zeros_like(momentum_buffer[..., :1])
+                group["state"] = [torch.cat(scale), torch.cat(rate), momentum_buffer, second_moment]
             elif group["kind"] == "sparse":
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
                 for p in params:
@@ -478,11 +556,11 @@ class MuonAdamW(torch.optim.Optimizer):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             if group["kind"] == "muon":
                 params, grads = ([as_stack(t) for t in tensors] for tensors in (params, grads))
-                scale, momentum_buffer, second_moment = group["state"]
+                scale, rate, momentum_buffer, second_moment = group["state"]
                 # stacked here: Inductor would compile one kernel per parameter
                 update = wrap(muon_direction)(torch.cat(grads), momentum_buffer, h, self.dtype, loss_scale, skip)
                 stack = torch.cat(params)  # (n, R, C)
-                wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
+                wrap(muon_update)(stack, polar_express(update), second_moment, scale, rate, h, skip)
                 torch._foreach_copy_(params, stack.split([len(p) for p in params]))
             else:
                 beta1, beta2 = group["betas"]
@@ -509,10 +587,11 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
         "residual_lambda": adamw(RESIDUAL_LR),
         "attn.gate": adamw(GATE_LR),
+        "router": adamw(ROUTER_LR),
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and key in name), None)
-        if key is None and name.startswith("blocks.") and p.ndim == 2:
+        if key is None and name.startswith("blocks.") and p.ndim > 1:
             key = tuple(as_stack(p).shape[1:])
             groups.setdefault(key, adamw(MATRIX_LR, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
@@ -559,6 +638,7 @@ def train_step(model, optimizer, scaler, loader):
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     requantize(model)
+    balance(model)
     return total, epoch
 
 

@@ -78,6 +78,8 @@ def kernel_of(op, args, out, where: str) -> Kernel:
         kind, gemms = ("attention backward", 5) if "backward" in name else ("attention forward", 2)
         B, H, T, D = tensors[0].shape
         return Kernel(where, kind, 2 * gemms * B * H * T * D * (T + ATTENTION_TILE) / 2, nbytes(args, out))
+    if name == "index_put" and not any(a is True for a in args):  # copies the target, reads and writes the source
+        return Kernel(where, "memory", 0, 2 * nbytes(out) + 2 * nbytes(tensors[-1]))
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
         source = tensors[0 if name == SCATTERS[0] else -1]
         return Kernel(where, "scatter", source.numel(), nbytes(out) + 3 * nbytes(source))

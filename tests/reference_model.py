@@ -19,6 +19,7 @@ class Layer:
 
     A shift puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where
     the window holds the whole sequence, there is one piece and no shift; so it is for the first `full_heads` heads.
+    With value_embed the token's embedding enters the values, and the first embeddings the stream.
     """
 
     window: int
@@ -107,13 +108,33 @@ def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, token
     return torch.cat(heads, dim=1) @ weights[f"block.{i}.attn_out"].T
 
 
+def mlp(model: Model, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """LeakyReLU^2 between matrices (width, C) and (C, width)."""
+    hidden = x @ w_in.T
+    return torch.where(hidden > 0, hidden, model.slope * hidden) ** 2 @ w_out.T
+
+
+def chosen(weights: dict[str, Tensor], i: int, x: Tensor) -> tuple[list[int], Tensor]:
+    """Each token's expert in layer i, that of the highest score plus bias, and scores (T, E). x: (T, C), normalized."""
+    scores = torch.sigmoid(x @ weights[f"block.{i}.router"].T)
+    return (scores + weights[f"block.{i}.router_bias"]).argmax(-1).tolist(), scores
+
+
+def experts(model: Model, weights: dict[str, Tensor], i: int, x: Tensor) -> Tensor:
+    """What layer i's experts add (T, C), one token at a time; the bias chooses and does not scale."""
+    names, scores = chosen(weights, i, x)
+    w_in, w_out = weights[f"block.{i}.experts_in"], weights[f"block.{i}.experts_out"]
+    return torch.stack([2 * scores[t, e] * mlp(model, x[t], w_in[e], w_out[e].T) for t, e in enumerate(names)])
+
+
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits (T, V) of one sequence.
 
     weights, in float64: embed (V, C), ngram.n (rows, C), induction (V + 1, C), whose last row stands for no follower,
     lm_head (V, C), and of each block i, as block.i.qkv and so on:
     qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
-    mlp_out (C, 4C), residual_lambda (), x0_lambda ().
+    mlp_out (C, 4C), residual_lambda (), x0_lambda () where there is a value_embed. With E experts mlp_in and mlp_out
+    have half the width, and there are router (E, C), router_bias (E,), experts_in and experts_out (E, 2C, C).
     """
     embedded = weights["embed"][tokens]
     for name in weights:
@@ -124,10 +145,14 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
     embedded = embedded + weights["induction"][[-1 if token is None else token for token in followers]]
     x = x0 = rms_norm(embedded)
     for i in range(len(model.layers)):
-        x = weights[f"block.{i}.residual_lambda"] * x + weights[f"block.{i}.x0_lambda"] * x0
+        x = weights[f"block.{i}.residual_lambda"] * x
+        if model.layers[i].value_embed:
+            x = x + weights[f"block.{i}.x0_lambda"] * x0
         x = x + attention(model, weights, i, x, tokens)
-        hidden = rms_norm(x) @ weights[f"block.{i}.mlp_in"].T
-        x = x + torch.where(hidden > 0, hidden, model.slope * hidden) ** 2 @ weights[f"block.{i}.mlp_out"].T
+        h = rms_norm(x)
+        x = x + mlp(model, h, weights[f"block.{i}.mlp_in"], weights[f"block.{i}.mlp_out"])
+        if f"block.{i}.router" in weights:
+            x = x + experts(model, weights, i, h)
     return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head"].T / model.softcap)
 
 

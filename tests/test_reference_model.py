@@ -28,11 +28,11 @@ TABLES = {
 # -- Adapters: all that this file knows about train.py's names
 
 
-def config(layers: tuple[Layer, ...], monkeypatch) -> train.Config:
+def config(layers: tuple[Layer, ...], monkeypatch, experts: int = 0) -> train.Config:
     """A tiny configuration with this table of layers."""
     table = [train.Layer(**dataclasses.asdict(layer)) for layer in layers]
     monkeypatch.setattr(train, "layers", lambda config: table)
-    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, 1, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB)
+    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, 1, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB, experts)
 
 
 def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
@@ -50,7 +50,11 @@ def named_weights(model: train.GPT) -> dict[str, torch.nn.Parameter]:
         modules = {"qkv": block.attn.c_qkv, "attn_out": block.attn.c_proj, "gate": block.attn.gate}
         modules |= {"mlp_in": block.mlp.c_fc, "mlp_out": block.mlp.c_proj, "value_embed": block.attn.value_embed}
         names |= {f"block.{i}.{name}": module.weight for name, module in modules.items() if module is not None}
-        names |= {f"block.{i}.residual_lambda": block.residual_lambda, f"block.{i}.x0_lambda": block.x0_lambda}
+        names |= {f"block.{i}.residual_lambda": block.residual_lambda}
+        names |= {f"block.{i}.x0_lambda": block.x0_lambda} if block.x0_lambda is not None else {}
+        if block.experts is not None:
+            router, w_in, w_out = block.experts.router.weight, block.experts.c_fc, block.experts.c_proj
+            names |= {f"block.{i}.router": router, f"block.{i}.experts_in": w_in, f"block.{i}.experts_out": w_out}
     assert {id(p) for p in names.values()} == {id(p) for p in model.parameters()}, "a parameter has no name here"
     return names
 
@@ -88,6 +92,10 @@ def lively(model) -> dict[str, torch.Tensor]:
         scale = scales.get(kind, 1.0 if table else 1.5 * p.shape[-1:].numel() ** -0.5)
         p.data.copy_((kind == "residual_lambda") + scale * torch.randn(p.shape, generator=generator))
         weights[name] = p.detach().double().requires_grad_()
+    for i, block in enumerate(model.blocks):
+        if block.experts is not None:
+            block.experts.bias.copy_(0.1 * torch.randn(block.experts.bias.shape, generator=generator))
+            weights[f"block.{i}.router_bias"] = block.experts.bias.double()
     return weights
 
 
@@ -148,6 +156,42 @@ def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name,
     """A shift moves the cuts between pieces, and windows that slide have none."""
     model = build(config(TABLES[name], monkeypatch), sliding=True)
     assert_agrees(TABLES[name], model, sliding=True)
+
+
+@pytest.mark.parametrize("experts", [2, 4])  # blocks of three rows, and of one
+@pytest.mark.parametrize("name", TABLES)
+def test_logits_and_gradients_of_experts_are_those_of_the_formulas(name, experts, monkeypatch):
+    """So no token is dropped, however uneven the load."""
+    model = build(config(TABLES[name], monkeypatch, experts))
+    assert_agrees(TABLES[name], model)
+    loads = torch.stack([block.experts.load for block in model.blocks]) / 2  # of two forwards
+    assert (loads.sum(1) == BATCH * SEQ_LEN).all() and loads.max() > 1.25 * BATCH * SEQ_LEN / experts
+
+
+@pytest.mark.parametrize("favourite", [0, 2])
+def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step(favourite, monkeypatch):
+    layers = TABLES["cuts in one place"]
+    model = build(config(layers, monkeypatch, experts=3))
+    weights, tokens = lively(model), random_tokens()
+    for i, block in enumerate(model.blocks):
+        block.experts.bias.copy_(torch.eye(3)[favourite])  # more than any difference of scores
+        weights[f"block.{i}.router_bias"] = block.experts.bias.double()
+    assert relative_error(model(tokens[:, :-1]), reference_logits(layers, weights, tokens[:, :-1])) < 1e-4
+    step = train.BALANCE_RATE * (1 - 2 * torch.eye(3)[favourite])  # up where there were none, down where all were
+    for n in range(1, 4):
+        train.balance(model)
+        for block in model.blocks:
+            torch.testing.assert_close(block.experts.bias, torch.eye(3)[favourite] + n * step)
+            assert (block.experts.load == 0).all(), "each step counts its own tokens"
+        model(tokens[:, :-1])
+
+
+def test_experts_do_for_a_token_what_they_do_in_any_other_batch(monkeypatch):
+    model = build(config(TABLES["shifted cuts"], monkeypatch, experts=4))
+    lively(model)
+    x = random_tokens(SEQ_LEN)
+    together, alone = model(x), torch.cat([model(row[None]) for row in x])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
@@ -214,10 +258,17 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
     monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
-    weights = named_weights(build(config(layers, monkeypatch)))
+    model = train.GPT(config(layers, monkeypatch, experts=3), torch.float32)
+    for block in model.blocks:
+        block.experts.bias.fill_(1.0)  # of an earlier run
+        block.experts.load.fill_(1.0)
+    model.init_weights()
+    assert not any(state.any() for block in model.blocks for state in (block.experts.bias, block.experts.load))
+    weights = named_weights(model)
     constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}
-    constant |= {"ngram": 0.0, "induction": 0.0}
-    uniform = {"value_embed": WIDTH**-0.5, "qkv": 0.5 * WIDTH**-0.5, "mlp_in": 0.5 * WIDTH**-0.5}  # standard deviation
+    constant |= {"ngram": 0.0, "induction": 0.0, "experts_out": 0.0}
+    uniform = {"value_embed": WIDTH**-0.5}  # standard deviation
+    uniform |= dict.fromkeys(("qkv", "mlp_in", "experts_in", "router"), 0.5 * WIDTH**-0.5)
     normal = {"embed": 1.0, "lm_head": 0.001}
     for name, p in weights.items():
         kind = kind_of(name)

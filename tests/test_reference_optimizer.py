@@ -46,7 +46,7 @@ def counted(optimizer: train.MuonAdamW) -> tuple[int, int]:
 
 
 def build() -> tuple[train.GPT, train.MuonAdamW]:
-    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 40), torch.float32)
+    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 40, experts=2), torch.float32)
     model.init_weights()
     return model, train.make_optimizer(model)
 
@@ -66,7 +66,7 @@ def role(name: str) -> str:
     """What a parameter is, by its name in the model."""
     if not name.startswith("blocks."):
         return name.partition(".")[0]
-    small = ("gate", "value_embed", "residual_lambda", "x0_lambda")
+    small = ("gate", "value_embed", "residual_lambda", "x0_lambda", "router")
     return next((part for part in name.split(".") if part in small), "matrix")
 
 
@@ -171,6 +171,22 @@ def test_muon_follows_its_reference(steps, shapes):
     assert_close(params, references, 5e-5)
 
 
+def test_muon_takes_each_expert_for_a_matrix_with_a_lower_rate(steps):
+    torch.manual_seed(0)
+    params, copies = parameters((3, 32, 16), (16, 16), (2, 16, 16))
+    references = [[reference.Muon(matrix) for matrix in p.view(-1, *p.shape[-2:])] for p in copies]
+    optimizer = make("muon", params)
+    for factor in steps(optimizer, 4):
+        set_rates(optimizer, 0.1, 2.0, 0.8)
+        for p, matrices in zip(params, references, strict=True):
+            grad = torch.randn(p.shape) * torch.linspace(0.2, 2, p.size(-2))[:, None]
+            p.grad = factor * grad
+            for matrix, g in zip(matrices, grad.double().view(-1, *p.shape[-2:]), strict=True):
+                matrix.step(g, 0.1 * (train.EXPERT_LR_SCALE if p.ndim == 3 else 1), 2.0, 0.8)
+    for p, copy in zip(params, copies, strict=True):  # which the references have changed in place
+        assert (p.detach().double() - copy).norm() < 5e-5 * copy.norm(), tuple(p.shape)
+
+
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
 def test_muon_in_fp16_follows_its_reference_where_fp16_cannot_hold_the_gradient(size):
     torch.manual_seed(0)
@@ -263,6 +279,7 @@ def test_a_new_optimizer_forgets_the_gradients_of_a_step_that_was_never_taken():
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
     constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
+    constants |= dict(ROUTER_LR=0.95)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
     model, optimizer = build()
@@ -276,6 +293,7 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         "x0_lambda": ("adamw", 0.5, (0.96, 0.95), 0.0),
         "residual_lambda": ("adamw", 0.6, (0.5, 0.6), 0.0),
         "gate": ("adamw", 0.7, (0.5, 0.6), 0.0),
+        "router": ("adamw", 0.95, (0.5, 0.6), 0.0),
         "matrix": ("muon", 0.1, None, 0.8),
     }
     for name, group in groups_by_parameter(model, optimizer).items():

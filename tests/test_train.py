@@ -166,6 +166,8 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     matrices = 3 * 12 * 64 * 64 + 64 * VOCAB + (4 + 2 + 4) * 32  # blocks, lm_head, gates of 2 heads, twice with values
     keys = 16 + 16 + 64
     assert model.flops_per_token() == 6 * matrices + 12 * 64 * keys
+    experts, _ = build(dataclasses.replace(config, experts=4))  # of which a token has one
+    assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
 @pytest.mark.gpu
