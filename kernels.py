@@ -1,5 +1,5 @@
-"""Three operators: a fused (linear) cross-entropy, a 4-bit linear layer, and Adam on the rows of a table that a batch
-touches. Knows nothing of GPT, data or GPU names.
+"""Four operators: a fused (linear) cross-entropy, a 4-bit linear layer, Adam on the rows of a table that a batch
+touches, and rows sorted for grouped GEMMs. Knows nothing of GPT, data or GPU names.
 
 Fused linear cross-entropy: the loss of z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
 
@@ -16,7 +16,7 @@ backward multiplies them by the incoming scalar. The GEMMs run in x's dtype, eve
 g / n: there z holds 2^15 g, and 1/n is part of the final multiplication, in fp32. Left out: recomputing the logits in
 a kernel, as tl.dot on sm_75 compiles to scalar FMA.
 
-Each operator is one opaque node for torch.compile(fullgraph=True). On CPU the cross-entropy is plain PyTorch.
+The first two are one opaque node each for torch.compile(fullgraph=True). On CPU the cross-entropy is plain PyTorch.
 """
 
 from __future__ import annotations  # annotations mention tl even where there is no Triton
@@ -617,3 +617,30 @@ def row_adam_(
     gradient: its first step is lr. A row whose gradient is not finite stays, and all do if found_inf is not 0."""
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
+
+
+# ---- Grouped rows ----------------------------------------------------------------------------------------------------
+
+
+def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places for rows such that blocks of successive places hold rows of one group each.
+
+    A batched GEMM of the blocks is then a GEMM for each group, at shapes that the data does not change.
+
+    group (N,): int64, of at most 256 groups. Returns the place of each row (N,); the row in each place (P,), or N for
+    padding, P being about 9/8 N; the group of each block, one-hot, (blocks, groups); the rows of each group (groups,).
+    """
+    n, device = len(group), group.device
+    size = max(1, n // (8 * groups))  # of a block
+    blocks = n // size + groups
+    ranked, order = group.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
+    ranked = ranked.long()
+    end = torch.searchsorted(ranked, torch.arange(groups, device=device), right=True)
+    rows = end - F.pad(end[:-1], (1, 0))
+    own_blocks = rows // size + 1  # `blocks` in all, at most
+    last = own_blocks.cumsum(0)
+    place = torch.arange(n, device=device) + ((last - own_blocks) * size - (end - rows))[ranked]
+    row_at = order.new_full((blocks * size,), n).scatter_(0, place, order)
+    block = torch.arange(blocks, device=device)[:, None]
+    owner = (last - own_blocks <= block) & (block < last)
+    return torch.empty_like(order).scatter_(0, order, place), row_at, owner, rows

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import prepare
-from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_
+from kernels import Linear4bit, fused_linear_cross_entropy, group_rows, row_adam_
 from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 
 # ---- Hyperparameters; sizes by GPU follow below, in SIZES
@@ -274,9 +274,8 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """Half of an MLP, in several versions. A router gives each token to one of them.
 
-    No token is dropped: each expert's are padded to whole blocks, an eighth more in all, so that shapes stay and
-    batched GEMMs do the work. No loss balances the load: experts with less than their share gain in bias
-    (https://arxiv.org/abs/2408.15664).
+    No token is dropped: they are sorted into blocks for batched GEMMs. No loss balances the load: experts with less
+    than their share gain in bias (https://arxiv.org/abs/2408.15664).
     """
 
     def __init__(self, config):
@@ -292,32 +291,15 @@ class Experts(nn.Module):
         N, E = B * T, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(N, E)
         expert = (score + self.bias).argmax(-1)  # (N,)
-        ranked, order = expert.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
-        ranked, each = ranked.long(), torch.arange(E, device=x.device)
-        last = torch.searchsorted(ranked, each, right=True)  # (E,): where each expert's tokens end
-        tokens = last - F.pad(last[:-1], (1, 0))
+        place, row_at, owner, tokens = group_rows(expert, E)
         self.load += tokens
-
-        rows = max(1, N // (8 * E))  # of a block
-        blocks = tokens // rows + 1  # N // rows + E in all, at most
-        end = blocks.cumsum(0)
-        slot = torch.arange(N, device=x.device) + ((end - blocks) * rows - last + tokens)[ranked]
-        token_at = order.new_full(((N // rows + E) * rows,), N).scatter_(0, slot, order)  # N: padding
-        slot_of = torch.empty_like(order).scatter_(0, order, slot)
-        block = torch.arange(N // rows + E, device=x.device)[:, None]
-        owner = ((end - blocks <= block) & (block < end)).to(x.dtype)  # (blocks, E), one-hot
-
+        owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
         c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, 2 * C, C) for w in (self.c_fc, self.c_proj))
         # index_copy, as its gradient is a lookup, and that of a lookup a sum
-        h = x.new_zeros(len(token_at), C).index_copy(0, slot_of, x.reshape(N, C)).view(-1, rows, C)
+        h = x.new_zeros(len(row_at), C).index_copy(0, place, x.reshape(N, C)).view(len(owner), -1, C)
         h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
-        h = x.new_empty(N + 1, C).index_copy(0, token_at, h.view(-1, C))[:N]
+        h = x.new_empty(N + 1, C).index_copy(0, row_at, h.view(-1, C))[:N]
         return (h * 2 * score.gather(1, expert[:, None])).view(B, T, C)
-
-    @torch.no_grad()
-    def balance(self):
-        self.bias += BALANCE_RATE * torch.sign(self.load.mean() - self.load)
-        self.load.zero_()
 
 
 class Block(nn.Module):
@@ -412,10 +394,12 @@ def requantize(model):
                 module.requantize_()
 
 
+@torch.no_grad()
 def balance(model):
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.balance()
+    for experts in model.modules():
+        if isinstance(experts, Experts):
+            experts.bias += BALANCE_RATE * torch.sign(experts.load.mean() - experts.load)
+            experts.load.zero_()
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:

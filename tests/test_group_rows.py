@@ -1,0 +1,40 @@
+"""Rows sorted into blocks of one group each."""
+
+import pytest
+import torch
+
+from kernels import group_rows
+
+CASES = {  # the groups of rows, and how many groups there may be
+    "even": (torch.arange(4096) % 16, 16),
+    "random": (torch.randint(16, (4096,), generator=torch.Generator().manual_seed(0)), 16),
+    "all in the last": (torch.full((1000,), 15), 16),
+    "all in the first": (torch.zeros(1000, dtype=torch.long), 16),
+    "whole blocks": (torch.arange(8).repeat_interleave(64), 8),
+    "fewer rows than groups": (torch.tensor([6, 2, 2]), 7),
+    "one row": (torch.tensor([1]), 2),
+    "one group": (torch.zeros(77, dtype=torch.long), 1),
+    "as many as a byte tells apart": (torch.arange(3000) * 7 % 256, 256),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_has_a_place_of_its_own_in_a_block_of_its_group(name, compiled):
+    group, groups = CASES[name]
+    if compiled and name not in ("random", "one row"):
+        pytest.skip("two are enough")
+    function = torch.compile(group_rows, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else group_rows
+    place, row_at, owner, rows = function(group, groups)
+    n, size = len(group), len(row_at) // len(owner)
+    assert rows.tolist() == [(group == g).sum().item() for g in range(groups)]
+    assert torch.equal(row_at[place], torch.arange(n)), "each row where it went"
+    assert (row_at == n).sum() == len(row_at) - n, "padding elsewhere"
+    assert torch.equal(place[group.sort(stable=True).indices].sort().values, place[group.sort(stable=True).indices])
+    assert owner.dtype == torch.bool and (owner.sum(1) <= 1).all()
+    assert owner[place // size, group].all(), "in a block of its group"
+
+
+def test_shapes_do_not_depend_on_the_groups_and_the_padding_is_an_eighth():
+    shapes = {tuple(t.shape for t in group_rows(torch.randint(k, (4096,)), 16)) for k in (1, 2, 5, 16)}
+    assert shapes == {((4096,), (4096 * 9 // 8,), (144, 16), (16,))}
