@@ -20,12 +20,12 @@ CASES = {  # the groups of rows, and how many groups there may be
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_each_row_has_a_place_of_its_own_in_a_block_of_its_group(name, compiled):
+def test_each_row_has_a_place_of_its_own_in_a_block_of_its_group(name, compiled, device):
     group, groups = CASES[name]
     if compiled and name not in ("random", "one row"):
         pytest.skip("two are enough")
     function = torch.compile(group_rows, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else group_rows
-    place, row_at, owner, rows = function(group, groups)
+    place, row_at, owner, rows = (t.cpu() for t in function(group.to(device), groups))
     n, size = len(group), len(row_at) // len(owner)
     assert rows.tolist() == [(group == g).sum().item() for g in range(groups)]
     assert torch.equal(row_at[place], torch.arange(n)), "each row where it went"

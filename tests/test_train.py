@@ -170,12 +170,36 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
+@pytest.mark.parametrize("experts", [3, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, experts, device):
+    torch.manual_seed(0)
+    module = train.Experts(dataclasses.replace(TINY, experts=experts)).to(device)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    x = torch.randn(4, 512, TINY.n_embd, device=device, dtype=dtype, requires_grad=True)
+    y = module(x)
+    score = torch.sigmoid(module.router(x))  # as rounded: another rounding may flip the choice
+    expected = torch.zeros_like(y, dtype=torch.float32)
+    for i, (c_fc, c_proj) in enumerate(zip(module.c_fc, module.c_proj, strict=True)):
+        of_expert = F.leaky_relu(x.float() @ c_fc.T, 0.3).square() @ c_proj * 2 * score[..., i : i + 1]
+        expected = expected + torch.where(score.argmax(-1, keepdim=True) == i, of_expert, 0)
+    inputs, grad = (x, *module.parameters()), torch.randn(y.shape, device=device)
+    pairs = [(y, expected)]
+    pairs += zip(
+        torch.autograd.grad(y, inputs, grad.to(dtype)), torch.autograd.grad(expected, inputs, grad), strict=True
+    )
+    for a, b in pairs:
+        assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 16 * torch.finfo(dtype).eps
+
+
 @pytest.mark.gpu
 def test_fa3_and_sdpa_agree_where_every_layer_sees_the_whole_context():
     flash = train.load_fa3()
     if flash is None:
         pytest.skip("flash_attn_interface is not installed")
-    config = dataclasses.replace(train.SIZES[-1][1], depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB)
+    sizes = dict(depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB, experts=0)  # whose choice a rounding may flip
+    config = dataclasses.replace(train.SIZES[-1][1], **sizes)
     torch.manual_seed(0)
     with torch.device("cuda"):
         fa3, sdpa = (train.GPT(config, torch.bfloat16, attention) for attention in (flash, None))
