@@ -149,7 +149,7 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
 # The start on a Colab's two virtual CPUs: seconds in all, of a compiled graph's node, of a fused kernel. The last two
 # are half as much again as two cores of a Xeon server take, and 0.84 of that, as on two cores of an H200's host without
 # collections and with one configuration a kernel (measured); the port has neither. Others than the T4 are taken to have
-# 16 cores, where an H200's 9 x 640 started in 30 to 42 s (measured), half as many.
+# 16 cores, where an H200's 9 x 640 started in 30 to 51 s (measured), half as many.
 IMPORTS, TRACE, TRITON = 15.0, 0.0126, 0.21
 SERVER = 0.5
 
