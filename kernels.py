@@ -635,12 +635,12 @@ def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tens
     blocks = n // size + groups
     ranked, order = group.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
     ranked = ranked.long()
-    end = torch.searchsorted(ranked, torch.arange(groups, device=device), right=True)
-    rows = end - F.pad(end[:-1], (1, 0))
+    bounds = torch.searchsorted(ranked, torch.arange(groups + 1, device=device))
+    rows = bounds.diff()
     own_blocks = rows // size + 1  # `blocks` in all, at most
-    last = own_blocks.cumsum(0)
-    place = torch.arange(n, device=device) + ((last - own_blocks) * size - (end - rows))[ranked]
+    first = own_blocks.cumsum(0) - own_blocks
+    place = torch.arange(n, device=device) + (first * size - bounds[:-1])[ranked]
     row_at = order.new_full((blocks * size,), n).scatter_(0, place, order)
     block = torch.arange(blocks, device=device)[:, None]
-    owner = (last - own_blocks <= block) & (block < last)
+    owner = (first <= block) & (block < first + own_blocks)
     return torch.empty_like(order).scatter_(0, order, place), row_at, owner, rows

@@ -316,7 +316,8 @@ class Block(nn.Module):
             x = x + self.x0_lambda * x0
         x = x + self.attn(norm(x), idx, cos, sin)
         h = norm(x)
-        return x + self.mlp(h) if self.experts is None else x + self.mlp(h) + self.experts(h)
+        x = x + self.mlp(h)
+        return x if self.experts is None else x + self.experts(h)
 
 
 class GPT(nn.Module):
@@ -506,12 +507,15 @@ class MuonAdamW(torch.optim.Optimizer):
                 stacks = [as_stack(p.detach()) for p in params]
                 # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
                 shares = [min(1, p.size(-2) / p.size(-1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
-                scale = [torch.full_like(s[:, :1, :1], share**0.5) for s, share in zip(stacks, shares)]
+                scales = [share**0.5 for share in shares]
                 rates = [EXPERT_LR_SCALE if p.ndim == 3 else 1.0 for p in params]
-                rate = [torch.full_like(s[:, :1, :1], rate) for s, rate in zip(stacks, rates)]
+                scale, rate = (
+                    torch.cat([torch.full_like(s[:, :1, :1], value) for s, value in zip(stacks, values)])
+                    for values in (scales, rates)
+                )
                 momentum_buffer = torch.zeros_like(torch.cat(stacks))  # (n, R, C)
                 second_moment = torch.zeros_like(momentum_buffer[..., :1])
-                group["state"] = [torch.cat(scale), torch.cat(rate), momentum_buffer, second_moment]
+                group["state"] = [scale, rate, momentum_buffer, second_moment]
             elif group["kind"] == "sparse":
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
                 for p in params:
