@@ -605,7 +605,7 @@ def save_weights(model) -> None:
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
-    state = {name: t.half() if t.dtype == torch.float32 else t for name, t in model.state_dict().items()}
+    state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)

@@ -44,7 +44,7 @@ for owner, method, ours, theirs in (
     (train.Attention, "forward", "(y * gate[:, :, :H])", "y"),
     (
         train.GPT,
-        "trunk",
+        "look_up",
         "x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])",
         "x",
     ),

@@ -38,7 +38,7 @@ def test_an_h200_takes_what_it_took(experts, tokens_per_sec, memory_gb):
 def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
     for name in ("pick_size", "scale_batch", "NGRAMS", "layers"):
         monkeypatch.setattr(train, name, getattr(train, name))  # restored later
-    for owner, method in ((train.Attention, "forward"), (train.GPT, "forward"), (train.GPT, "trunk")):
+    for owner, method in ((train.Attention, "forward"), (train.GPT, "forward"), (train.GPT, "look_up")):
         monkeypatch.setattr(owner, method, getattr(owner, method))
     exec(bench_train.RECIPES["same-shape"], {"train": train})
     predicted = bench_gpu.predict.__wrapped__(train.pick_size(0), "H200")

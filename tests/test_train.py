@@ -1,12 +1,14 @@
 """Claims about train.py: the GPU, the model, the optimizer, the warm-up and the loop. Whole processes: test_run.py."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from reference_optimizer import SparseAdam
 
@@ -140,6 +142,21 @@ def train_a_little(model, steps=3):
     for step in range(steps):
         train.set_schedules(optimizer, 0.0, step)
         train.train_step(model, optimizer, train.make_scaler(model), loader)
+
+
+@pytest.mark.parametrize(("depth", "compilations"), [(4, 1), (9, 1 + 3)], ids=["whole", "per block"])
+def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, compilations):
+    model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, experts=2))
+    train_a_little(model, steps=1)
+    x, y, _ = next(batches())
+    expected = model(x, y).item()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    model.compile_trunk()
+    for batch in (x, x):
+        assert model(batch, y).item() == pytest.approx(expected, abs=1e-5)
+    assert counter.frame_count == compilations
 
 
 def test_first_loss_is_about_ln_v():
