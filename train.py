@@ -355,7 +355,7 @@ class GPT(nn.Module):
             if block.experts is not None:
                 nn.init.zeros_(block.experts.bias)
                 nn.init.zeros_(block.experts.load)
-        requantize(self)
+        update_buffers(self)
 
     def look_up(self, idx, followers, found, ngrams):
         """Tokens (B, T), what `induction` finds for them and their n-grams' embeddings, each (B, T, C), to the first
@@ -408,19 +408,15 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * self.config.head_dim * keys
 
 
-def requantize(model):
-    if FOUR_BIT:
-        for module in model.modules():
-            if isinstance(module, Linear4bit):
-                module.requantize_()
-
-
 @torch.no_grad()
-def balance(model):
-    for experts in model.modules():
-        if isinstance(experts, Experts):
-            experts.bias += BALANCE_RATE * torch.sign(experts.load.mean() - experts.load)
-            experts.load.zero_()
+def update_buffers(model):
+    """After each step: 4-bit codes follow their weights, experts with less than their share of tokens gain in bias."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.requantize_()
+        elif isinstance(module, Experts):
+            module.bias += BALANCE_RATE * torch.sign(module.load.mean() - module.load)
+            module.load.zero_()
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
@@ -470,9 +466,12 @@ def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
 
 def polar_express(x):
     """Orthogonalizes a stack of matrices (n, R, C), R >= C, of spectral norm at most 1. All GEMMs: not compiled."""
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in POLAR_EXPRESS:  # ax + x(bG + cGG) as x(c(G + dI)^2 + eI), as baddbmm copies what it adds to
         gram = x.mT @ x
-        x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)  # ax + x(bG + cGG)
+        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
+        gram = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
+        gram.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        x = x @ gram
     return x
 
 
@@ -650,8 +649,7 @@ def train_step(model, optimizer, scaler, loader):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    requantize(model)
-    balance(model)
+    update_buffers(model)
     return total, epoch
 
 

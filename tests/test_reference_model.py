@@ -179,7 +179,7 @@ def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step
     assert relative_error(model(tokens[:, :-1]), reference_logits(layers, weights, tokens[:, :-1])) < 1e-4
     step = train.BALANCE_RATE * (1 - 2 * torch.eye(3)[favourite])  # up where there were none, down where all were
     for n in range(1, 4):
-        train.balance(model)
+        train.update_buffers(model)
         for block in model.blocks:
             torch.testing.assert_close(block.experts.bias, torch.eye(3)[favourite] + n * step)
             assert (block.experts.load == 0).all(), "each step counts its own tokens"
