@@ -254,8 +254,7 @@ class Attention(nn.Module):
         if S:
             q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
         q, k, v = (t.reshape(-1, W, H, D).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
-        with sdpa_kernel(SDPA_BACKENDS[2 * (q.dtype == torch.float16) :], set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return y.reshape(B, -1, H, D)[:, S : S + T]
 
 
@@ -381,7 +380,9 @@ class GPT(nn.Module):
 
         A shallow one as a whole: a T4's step is 2% shorter (modelled), as kernels reach across blocks.
         """
+        torch.compiler.config.cache_key_tag = str(SDPA_BACKENDS)  # forward() sets them, so the caches do not see them
         compile = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+        torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
         if self.config.depth <= 4:
             self.trunk = compile(self.trunk)
         else:
@@ -392,7 +393,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens for seq_len={self.config.seq_len}"
-        with torch.enable_grad():  # so that evaluation runs what training has compiled
+        backends = SDPA_BACKENDS[2 * (self.dtype == torch.float16) :]
+        # enable_grad, so that evaluation runs what training has compiled
+        with torch.enable_grad(), sdpa_kernel(backends, set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         if targets is None:
             return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)

@@ -247,10 +247,13 @@ SECTIONS = [
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
         ("6 * matrices + 12", "2 * matrices + 12"),
     ]),
-    ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once"], [
+    ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once or cudnn"], [
+        ("SDPA_BACKENDS[2 * (self.dtype == torch.float16) :]", "SDPA_BACKENDS"),
         ("if self.config.depth <= 4:", "if True:"),
         ("if self.config.depth <= 4:", "if False:"),
         ("x = x0.view_as(x0)", "x = x0"),
+        ("recompile_limit = 64", "recompile_limit = 8"),
+        ("cache_key_tag = str(SDPA_BACKENDS)", "cache_key_tag = str(SDPA_BACKENDS[2:])"),
         ("config.full_heads * (i % 6 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
     ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights"], [

@@ -144,8 +144,17 @@ def train_a_little(model, steps=3):
         train.train_step(model, optimizer, train.make_scaler(model), loader)
 
 
-@pytest.mark.parametrize(("depth", "compilations"), [(4, 1), (9, 1 + 3)], ids=["whole", "per block"])
-def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, compilations):
+def twelve_kinds(config):
+    return [train.Layer(0, *kind) for kind in itertools.product((4, 8, 16), (0, 2), (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("depth", "layers", "compilations"),
+    [(4, train.layers, 1), (9, train.layers, 1 + 3), (12, twelve_kinds, 1 + 12)],
+    ids=["whole", "per block", "of many kinds"],
+)
+def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, layers, compilations):
+    monkeypatch.setattr(train, "layers", layers)
     model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, experts=2))
     train_a_little(model, steps=1)
     x, y, _ = next(batches())
@@ -153,10 +162,32 @@ def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth,
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    model.compile_trunk()
+    with torch.compiler.config.patch(cache_key_tag=""):
+        model.compile_trunk()
+        tag = torch.compiler.config.cache_key_tag
     for batch in (x, x):
         assert model(batch, y).item() == pytest.approx(expected, abs=1e-5)
     assert counter.frame_count == compilations
+    called = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert F.scaled_dot_product_attention in called
+    assert not any(f.__module__ == "torch.nn.attention" for f in called), "PyTorch would not cache the compilation"
+    assert all(backend.name in tag for backend in train.SDPA_BACKENDS)
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
+def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16(monkeypatch, capability, fast):
+    allowed = []
+
+    def attention(q, k, v, is_causal):
+        cuda = torch.backends.cuda
+        allowed.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()))
+        return v
+
+    model = train.build_model(TINY, CPU, capability)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    x, y, _ = next(batches())
+    model(x, y)
+    assert set(allowed) == {(fast, fast, True)}
 
 
 def test_first_loss_is_about_ln_v():
