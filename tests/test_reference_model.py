@@ -261,7 +261,7 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     model = train.GPT(config(layers, monkeypatch, experts=3), torch.float32)
     for block in model.blocks:
         block.experts.bias.fill_(1.0)  # of an earlier run
-        block.experts.load.fill_(1.0)
+        block.experts.load[0] = 1.0
     model.init_weights()
     assert not any(state.any() for block in model.blocks for state in (block.experts.bias, block.experts.load))
     weights = named_weights(model)
