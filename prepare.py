@@ -541,7 +541,7 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
     tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
     status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
     evaluated = time.perf_counter() - start
-    if status != "discard":
+    if status == "keep":
         save_weights(model)
     seconds, total = clock.elapsed(), process_seconds()
     summary = {

@@ -256,8 +256,9 @@ SECTIONS = [
         ("cache_key_tag = str(SDPA_BACKENDS)", "cache_key_tag = str(SDPA_BACKENDS[2:])"),
         ("config.full_heads * (i % 6 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
-    ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights"], [
+    ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
         ("else t).contiguous() for", "else t) for"),
+        ('if status == "keep":\n        save', 'if status != "discard":\n        save'),
     ]),
     ("The compiler", "prepare.py", ["test_gpu.py", "-k", "inductor"], [
         ("== ReductionHint.DEFAULT", "!= ReductionHint.INNER"),
