@@ -174,6 +174,36 @@ def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth,
     assert all(backend.name in tag for backend in train.SDPA_BACKENDS)
 
 
+def test_blocks_compile_with_an_attention_that_is_an_autograd_function_as_that_of_flash_attn_3(monkeypatch):
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return q + 2 * v
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, torch.zeros_like(grad), 2 * grad
+
+    monkeypatch.setattr(train, "load_fa3", lambda: lambda q, k, v, causal, window_size: Attention.apply(q, k, v))
+    model = train.build_model(dataclasses.replace(TINY, depth=5), CPU, (9, 0))
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.c_proj.weight, std=0.1)  # zero at the start, or no gradient would reach q
+    x, y, _ = next(batches())
+
+    def gradient():
+        model.zero_grad()
+        model(x, y).backward()
+        return model.blocks[0].attn.c_qkv.weight.grad
+
+    expected = gradient()
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with torch.compiler.config.patch(cache_key_tag=""):
+        model.compile_trunk()
+    assert expected.any()
+    torch.testing.assert_close(gradient(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
 def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16(monkeypatch, capability, fast):
     allowed = []
