@@ -381,8 +381,8 @@ class GPT(nn.Module):
         A shallow one as a whole: a T4's step is 2% shorter (modelled), as kernels reach across blocks.
         """
         torch.compiler.config.cache_key_tag = str(SDPA_BACKENDS)  # forward() sets them, so the caches do not see them
-        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
+        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         if self.config.depth <= 4:
             self.trunk = compile(self.trunk)
         else:
@@ -404,8 +404,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - lookups
-        matrices += sum(p[0].numel() for p in self.parameters() if p.ndim == 3)  # one expert's
+        matrices = sum(p.size(-2) * p.size(-1) for p in self.parameters() if p.ndim > 1) - lookups  # of experts, one
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
         return 6 * matrices + 12 * self.config.head_dim * keys

@@ -144,6 +144,15 @@ def train_a_little(model, steps=3):
         train.train_step(model, optimizer, train.make_scaler(model), loader)
 
 
+def compile_trunk(model, backend, monkeypatch) -> str:
+    """By that backend. Returns the tag in the key of PyTorch's caches, and puts it back."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with torch.compiler.config.patch(cache_key_tag=""):
+        model.compile_trunk()
+        return torch.compiler.config.cache_key_tag
+
+
 def twelve_kinds(config):
     return [train.Layer(0, *kind) for kind in itertools.product((4, 8, 16), (0, 2), (False, True))]
 
@@ -159,14 +168,10 @@ def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth,
     train_a_little(model, steps=1)
     x, y, _ = next(batches())
     expected = model(x, y).item()
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    with torch.compiler.config.patch(cache_key_tag=""):
-        model.compile_trunk()
-        tag = torch.compiler.config.cache_key_tag
-    for batch in (x, x):
-        assert model(batch, y).item() == pytest.approx(expected, abs=1e-5)
+    tag = compile_trunk(model, counter, monkeypatch)
+    for _ in range(2):
+        assert model(x, y).item() == pytest.approx(expected, abs=1e-5)
     assert counter.frame_count == compilations
     called = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert F.scaled_dot_product_attention in called
@@ -196,10 +201,7 @@ def test_blocks_compile_with_an_attention_that_is_an_autograd_function_as_that_o
         return model.blocks[0].attn.c_qkv.weight.grad
 
     expected = gradient()
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    with torch.compiler.config.patch(cache_key_tag=""):
-        model.compile_trunk()
+    compile_trunk(model, "aot_eager", monkeypatch)
     assert expected.any()
     torch.testing.assert_close(gradient(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
 
