@@ -85,18 +85,19 @@ class Config:
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
+    experts: int = 0        # beside an MLP of half the width; 0: one MLP for all tokens
+    per_token: int = 1      # experts for each token, together as wide as that MLP
     vocab_size: int = VOCAB_SIZE
-    experts: int = 0        # versions of half of each MLP; 0: one MLP for all tokens
 
 
 SIZES = (  # from this many FLOP/s on
-    #        depth n_embd head_dim seq_len window full_heads device_ total_ ngram_rows
+    #        depth n_embd head_dim seq_len window full_heads device_ total_ ngram_rows experts per_token
     (0,      Config(3, 128, 32,    256,    256,   4,         16,     2**12, 40_960)),  # no GPU
     (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
     (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
     (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
-    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, experts=16)),
-    (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440, experts=16)),
+    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, 16)),
+    (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440, 32,     2)),
 )
 
 
@@ -273,7 +274,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Half of an MLP, in several versions. A router gives each token to one of them.
+    """Half of an MLP: small ones, of which a router chooses some for each token.
 
     No token is dropped: they are sorted into blocks for batched GEMMs. No loss balances the load: experts with less
     than their share gain in bias (https://arxiv.org/abs/2408.15664).
@@ -282,25 +283,32 @@ class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
         E, C = config.experts, config.n_embd
+        self.per_token = config.per_token
+        assert self.per_token <= E and 2 * C % self.per_token == 0, config
         self.router = Linear(C, E)
-        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C, C)) for _ in range(2))
+        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // self.per_token, C)) for _ in range(2))
         self.register_buffer("bias", torch.zeros(E))
         self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
 
     def forward(self, x):
         B, T, C = x.shape
-        N, E = B * T, len(self.bias)
+        N, K, E = B * T, self.per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(N, E)
-        expert = (score + self.bias).argmax(-1)  # (N,)
-        place, row_at, owner, tokens = group_rows(expert, E)
+        rank, best = score + self.bias, []
+        for _ in range(K):  # Inductor has no kernel for topk
+            best.append(rank.argmax(-1, keepdim=True))
+            rank = rank.scatter(1, best[-1], -math.inf)
+        expert = torch.cat(best, 1)  # (N, K)
+        place, row_at, owner, tokens = group_rows(expert.flatten(), E)
         self.load += tokens
         owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
-        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, 2 * C, C) for w in (self.c_fc, self.c_proj))
+        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (self.c_fc, self.c_proj))
         # index_copy, as its gradient is a lookup, and that of a lookup a sum
-        h = x.new_zeros(len(row_at), C).index_copy(0, place, x.reshape(N, C)).view(len(owner), -1, C)
+        x = x.reshape(N, C).repeat_interleave(K, 0)
+        h = x.new_zeros(len(row_at), C).index_copy(0, place, x).view(len(owner), -1, C)
         h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
-        h = x.new_empty(N + 1, C).index_copy(0, row_at, h.view(-1, C))[:N]
-        return (h * 2 * score.gather(1, expert[:, None])).view(B, T, C)
+        h = x.new_empty(N * K + 1, C).index_copy(0, row_at, h.view(-1, C))[:-1].view(N, K, C)
+        return (h * 2 * score.gather(1, expert).unsqueeze(-1)).sum(1).view(B, T, C)
 
 
 class Block(nn.Module):
@@ -404,7 +412,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        matrices = sum(p.size(-2) * p.size(-1) for p in self.parameters() if p.ndim > 1) - lookups  # of experts, one
+        uses = {2: 1, 3: self.config.per_token}  # by a token: of a matrix, of a stack of experts
+        matrices = sum(uses[p.ndim] * p.size(-2) * p.size(-1) for p in self.parameters() if p.ndim > 1) - lookups
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
         return 6 * matrices + 12 * self.config.head_dim * keys

@@ -95,8 +95,10 @@ SECTIONS = [
     ]),
     ("Experts", "train.py", ["test_reference_model.py", "-k", "expert or initial"], [
         ("x.new_zeros(len(row_at), C)", "x.new_full((len(row_at), C), torch.inf)"),
-        ("(score + self.bias).argmax(-1)", "score.argmax(-1)"),
-        ("(score + self.bias).argmax(-1)", "(score + self.bias).argmin(-1)"),
+        ("rank, best = score + self.bias, []", "rank, best = score, []"),
+        ("rank.argmax(-1, keepdim=True)", "rank.argmin(-1, keepdim=True)"),
+        ("rank = rank.scatter(1, best[-1], -math.inf)", "pass"),
+        ("repeat_interleave(K, 0)", "repeat(K, 1)"),
         ("self.load += tokens", "self.load += 1"),
         ("self.load += tokens", "self.load.copy_(tokens)"),
         ("h * 2 * score.gather", "h * score.gather"),

@@ -114,17 +114,18 @@ def mlp(model: Model, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     return torch.where(hidden > 0, hidden, model.slope * hidden) ** 2 @ w_out.T
 
 
-def chosen(weights: dict[str, Tensor], i: int, x: Tensor) -> tuple[list[int], Tensor]:
-    """Each token's expert in layer i, that of the highest score plus bias, and scores (T, E). x: (T, C), normalized."""
-    scores = torch.sigmoid(x @ weights[f"block.{i}.router"].T)
-    return (scores + weights[f"block.{i}.router_bias"]).argmax(-1).tolist(), scores
-
-
 def experts(model: Model, weights: dict[str, Tensor], i: int, x: Tensor) -> Tensor:
-    """What layer i's experts add (T, C), one token at a time; the bias chooses and does not scale."""
-    names, scores = chosen(weights, i, x)
+    """What layer i's experts add (T, C), one token at a time. x: (T, C), normalized.
+
+    It is that of the highest score plus bias, or those, together 2C wide; the bias chooses and does not scale.
+    """
+    scores = torch.sigmoid(x @ weights[f"block.{i}.router"].T)  # (T, E)
     w_in, w_out = weights[f"block.{i}.experts_in"], weights[f"block.{i}.experts_out"]
-    return torch.stack([2 * scores[t, e] * mlp(model, x[t], w_in[e], w_out[e].T) for t, e in enumerate(names)])
+    ranked = (scores + weights[f"block.{i}.router_bias"]).argsort(-1, descending=True)
+    rows = []
+    for t, names in enumerate(ranked[:, : 2 * x.size(-1) // w_in.size(1)].tolist()):
+        rows.append(sum(2 * scores[t, e] * mlp(model, x[t], w_in[e], w_out[e].T) for e in names))
+    return torch.stack(rows)
 
 
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
@@ -133,8 +134,9 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
     weights, in float64: embed (V, C), ngram.n (rows, C), induction (V + 1, C), whose last row stands for no follower,
     lm_head (V, C), and of each block i, as block.i.qkv and so on:
     qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
-    mlp_out (C, 4C), residual_lambda (), x0_lambda () where there is a value_embed. With E experts mlp_in and mlp_out
-    have half the width, and there are router (E, C), router_bias (E,), experts_in and experts_out (E, 2C, C).
+    mlp_out (C, 4C), residual_lambda (), x0_lambda () where there is a value_embed. With E experts, K to a token, mlp_in
+    and mlp_out have half the width, and there are router (E, C), router_bias (E,), experts_in and experts_out
+    (E, 2C / K, C).
     """
     embedded = weights["embed"][tokens]
     for name in weights:

@@ -28,11 +28,13 @@ TABLES = {
 # -- Adapters: all that this file knows about train.py's names
 
 
-def config(layers: tuple[Layer, ...], monkeypatch, experts: int = 0) -> train.Config:
-    """A tiny configuration with this table of layers."""
+def config(layers: tuple[Layer, ...], monkeypatch, *experts: int) -> train.Config:
+    """A tiny configuration with this table of layers. experts: how many, and how many to a token."""
     table = [train.Layer(**dataclasses.asdict(layer)) for layer in layers]
     monkeypatch.setattr(train, "layers", lambda config: table)
-    return train.Config(len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, 1, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB, experts)
+    return train.Config(
+        len(layers), WIDTH, HEAD_DIM, SEQ_LEN, 8, 1, BATCH, BATCH * SEQ_LEN, ROWS, *experts, vocab_size=VOCAB
+    )
 
 
 def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
@@ -158,20 +160,22 @@ def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name,
     assert_agrees(TABLES[name], model, sliding=True)
 
 
-@pytest.mark.parametrize("experts", [2, 4])  # blocks of three rows, and of one
+@pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 1), (4, 2), (3, 3)])  # blocks of 3, 1, 3 and 6 rows
 @pytest.mark.parametrize("name", TABLES)
-def test_logits_and_gradients_of_experts_are_those_of_the_formulas(name, experts, monkeypatch):
+def test_logits_and_gradients_of_experts_are_those_of_the_formulas(name, experts, per_token, monkeypatch):
     """So no token is dropped, however uneven the load."""
-    model = build(config(TABLES[name], monkeypatch, experts))
+    model = build(config(TABLES[name], monkeypatch, experts, per_token))
     assert_agrees(TABLES[name], model)
     loads = torch.stack([block.experts.load for block in model.blocks]) / 2  # of two forwards
-    assert (loads.sum(1) == BATCH * SEQ_LEN).all() and loads.max() > 1.25 * BATCH * SEQ_LEN / experts
+    even = per_token * BATCH * SEQ_LEN / experts
+    assert (loads.sum(1) == experts * even).all()
+    assert loads.max() > 1.25 * even or per_token == experts
 
 
 @pytest.mark.parametrize("favourite", [0, 2])
 def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step(favourite, monkeypatch):
     layers = TABLES["cuts in one place"]
-    model = build(config(layers, monkeypatch, experts=3))
+    model = build(config(layers, monkeypatch, 3))
     weights, tokens = lively(model), random_tokens()
     for i, block in enumerate(model.blocks):
         block.experts.bias.copy_(torch.eye(3)[favourite])  # more than any difference of scores
@@ -187,7 +191,7 @@ def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step
 
 
 def test_experts_do_for_a_token_what_they_do_in_any_other_batch(monkeypatch):
-    model = build(config(TABLES["shifted cuts"], monkeypatch, experts=4))
+    model = build(config(TABLES["shifted cuts"], monkeypatch, 4))
     lively(model)
     x = random_tokens(SEQ_LEN)
     together, alone = model(x), torch.cat([model(row[None]) for row in x])
@@ -258,7 +262,7 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
     monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
-    model = train.GPT(config(layers, monkeypatch, experts=3), torch.float32)
+    model = train.GPT(config(layers, monkeypatch, 3), torch.float32)
     for block in model.blocks:
         block.experts.bias.fill_(1.0)  # of an earlier run
         block.experts.load[0] = 1.0
@@ -284,7 +288,7 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
 
 def test_layers_are_counted_from_the_last_one_where_heads_see_the_whole_context():
     """Of every six, in five all heads have the window. Every other one has a value embedding, the rest are shifted."""
-    table = train.layers(train.Config(8, WIDTH, HEAD_DIM, SEQ_LEN, 8, 2, BATCH, BATCH * SEQ_LEN, ROWS, VOCAB))
+    table = train.layers(train.Config(8, WIDTH, HEAD_DIM, SEQ_LEN, 8, 2, BATCH, BATCH * SEQ_LEN, ROWS))
     assert [layer.full_heads for layer in table] == [0, 2, 0, 0, 0, 0, 0, 2]
     assert {layer.window for layer in table} == {8}
     assert [layer.value_embed for layer in table] == [False, True] * 4

@@ -46,7 +46,7 @@ def counted(optimizer: train.MuonAdamW) -> tuple[int, int]:
 
 
 def build() -> tuple[train.GPT, train.MuonAdamW]:
-    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 40, experts=2), torch.float32)
+    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 2, vocab_size=40), torch.float32)
     model.init_weights()
     return model, train.make_optimizer(model)
 

@@ -710,7 +710,7 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tm
 
 def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "WEIGHTS", tmp_path / "model.safetensors")
-    config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 300, experts=2)
+    config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
     model = train.build_model(config, torch.device("cpu"), None)
     for p in model.parameters():

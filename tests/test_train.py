@@ -246,24 +246,26 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     matrices = 3 * 12 * 64 * 64 + 64 * VOCAB + (4 + 2 + 4) * 32  # blocks, lm_head, gates of 2 heads, twice with values
     keys = 16 + 16 + 64
     assert model.flops_per_token() == 6 * matrices + 12 * 64 * keys
-    experts, _ = build(dataclasses.replace(config, experts=4))  # of which a token has one
-    assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
+    for per_token in (1, 2):  # as wide as before, and a router
+        experts, _ = build(dataclasses.replace(config, experts=4, per_token=per_token))
+        assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
-@pytest.mark.parametrize("experts", [3, 8, 16])
+@pytest.mark.parametrize("experts, per_token", [(3, 1), (8, 1), (16, 1), (32, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, experts, device):
+def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, experts, per_token, device):
     torch.manual_seed(0)
-    module = train.Experts(dataclasses.replace(TINY, experts=experts)).to(device)
+    module = train.Experts(dataclasses.replace(TINY, experts=experts, per_token=per_token)).to(device)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.1)
     x = torch.randn(4, 512, TINY.n_embd, device=device, dtype=dtype, requires_grad=True)
     y = module(x)
     score = torch.sigmoid(module.router(x))  # as rounded: another rounding may flip the choice
+    best = score.sort(dim=-1, descending=True, stable=True).indices[..., :per_token]
     expected = torch.zeros_like(y, dtype=torch.float32)
     for i, (c_fc, c_proj) in enumerate(zip(module.c_fc, module.c_proj, strict=True)):
         of_expert = F.leaky_relu(x.float() @ c_fc.T, 0.3).square() @ c_proj * 2 * score[..., i : i + 1]
-        expected = expected + torch.where(score.argmax(-1, keepdim=True) == i, of_expert, 0)
+        expected = expected + torch.where((best == i).any(-1, keepdim=True), of_expert, 0)
     inputs, grad = (x, *module.parameters()), torch.randn(y.shape, device=device)
     pairs = [(y, expected)]
     pairs += zip(
