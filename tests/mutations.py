@@ -248,6 +248,7 @@ SECTIONS = [
         ("layer.full_heads * T", "layer.full_heads * layer.window"),
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
         ("6 * matrices + 12", "2 * matrices + 12"),
+        ("3: self.config.per_token}", "3: 1}"),
         ("p.size(-2) * p.size(-1) for p", "p.numel() for p"),
     ]),
     ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once or cudnn"], [

@@ -164,7 +164,7 @@ def twelve_kinds(config):
 )
 def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, layers, compilations):
     monkeypatch.setattr(train, "layers", layers)
-    model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, experts=2))
+    model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, experts=3, per_token=2))
     train_a_little(model, steps=1)
     x, y, _ = next(batches())
     expected = model(x, y).item()
@@ -249,6 +249,14 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     for per_token in (1, 2):  # as wide as before, and a router
         experts, _ = build(dataclasses.replace(config, experts=4, per_token=per_token))
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
+
+
+@pytest.mark.parametrize(
+    "experts, per_token", [(2, 3), (8, 6)]
+)  # more than there are; 128 columns are not six equal parts
+def test_experts_refuse_a_number_for_each_token_that_cannot_be(experts, per_token):
+    with pytest.raises(AssertionError, match=f"per_token={per_token}"):
+        build(dataclasses.replace(TINY, experts=experts, per_token=per_token))
 
 
 @pytest.mark.parametrize("experts, per_token", [(3, 1), (8, 1), (16, 1), (32, 2)])
