@@ -54,7 +54,7 @@ SECTIONS = [
         ("F.leaky_relu(x, 0.3)", "F.relu(x)"),
         ("self.attn(norm(x), idx", "self.attn(x, idx"),
         ("h = norm(x)\n        x = x + self.mlp(h)", "h = x\n        x = x + self.mlp(h)"),
-        ("x = x + self.attn(", "x = self.attn("),
+        ("return x + self.attn(", "return self.attn("),
         ("x = x + self.mlp(h)", "x = self.mlp(h)"),
         ("else x + self.experts(h)", "else self.experts(h)"),
         ("return norm(x)\n\n    def compile_trunk", "return x\n\n    def compile_trunk"),

@@ -159,8 +159,8 @@ def twelve_kinds(config):
 
 @pytest.mark.parametrize(
     ("depth", "layers", "compilations"),
-    [(4, train.layers, 1), (9, train.layers, 1 + 3), (12, twelve_kinds, 1 + 12)],
-    ids=["whole", "per block", "of many kinds"],
+    [(4, train.layers, 1), (9, train.layers, 2 + 3), (12, twelve_kinds, 2 + 12)],
+    ids=["whole", "by halves", "of many kinds"],
 )
 def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, layers, compilations):
     monkeypatch.setattr(train, "layers", layers)
