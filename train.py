@@ -274,7 +274,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Half of an MLP: small ones, of which a router chooses some for each token.
+    """Half of an MLP: many small ones, of which a router chooses some for each token.
 
     No token is dropped: they are sorted into blocks for batched GEMMs. No loss balances the load: experts with less
     than their share gain in bias (https://arxiv.org/abs/2408.15664).
