@@ -334,6 +334,13 @@ class Block(nn.Module):
         return self.mix_channels(self.mix_tokens(x, x0, idx, cos, sin))
 
 
+def compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+compiled_once = functools.cache(compiled)  # not for methods: the cache would keep their models
+
+
 class GPT(nn.Module):
     def __init__(self, config: Config, dtype: torch.dtype, flash=None):
         super().__init__()
@@ -395,13 +402,12 @@ class GPT(nn.Module):
         """
         torch.compiler.config.cache_key_tag = str(SDPA_BACKENDS)  # forward() sets them, so the caches do not see them
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
-        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         if self.config.depth <= 4:
-            self.trunk = compile(self.trunk)
+            self.trunk = compiled(self.trunk)
         else:
-            self.look_up = compile(self.look_up)
+            self.look_up = compiled(self.look_up)
             for block in self.blocks:
-                block.mix_tokens, block.mix_channels = compile(block.mix_tokens), compile(block.mix_channels)
+                block.mix_tokens, block.mix_channels = compiled(block.mix_tokens), compiled(block.mix_channels)
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
@@ -507,11 +513,6 @@ def muon_update(p, update, second_moment, scale, rate, hyper, skip):
     assign(second_moment, moment, skip)
 
 
-@functools.cache
-def compiled(function):
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
 def as_stack(t):
     """A matrix, or some below each other, as a view (n, R, C), R >= C: squares if one side is a multiple of the other
     (so q, k and v count separately), else the whole."""
@@ -570,7 +571,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         skip = found_inf > 0
-        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
+        wrap = compiled_once if self.device.type == "cuda" else (lambda f: f)
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])

@@ -117,7 +117,7 @@ def mlp(model: Model, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
 def experts(model: Model, weights: dict[str, Tensor], i: int, x: Tensor) -> Tensor:
     """What layer i's experts add (T, C), one token at a time. x: (T, C), normalized.
 
-    It is that of the highest score plus bias, or those, together 2C wide; the bias chooses and does not scale.
+    A token's experts are those of the highest score plus bias, together 2C wide; the bias chooses and does not scale.
     """
     scores = torch.sigmoid(x @ weights[f"block.{i}.router"].T)  # (T, E)
     w_in, w_out = weights[f"block.{i}.experts_in"], weights[f"block.{i}.experts_out"]

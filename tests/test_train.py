@@ -251,9 +251,7 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
-@pytest.mark.parametrize(
-    "experts, per_token", [(2, 3), (8, 6)]
-)  # more than there are; 128 columns are not six equal parts
+@pytest.mark.parametrize("experts, per_token", [(2, 3), (8, 6)], ids=["too many", "not equal parts of 128 columns"])
 def test_experts_refuse_a_number_for_each_token_that_cannot_be(experts, per_token):
     with pytest.raises(AssertionError, match=f"per_token={per_token}"):
         build(dataclasses.replace(TINY, experts=experts, per_token=per_token))
