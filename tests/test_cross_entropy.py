@@ -303,7 +303,7 @@ def test_chunks_do_not_show(device, monkeypatch):
 def test_a_chunk_is_bounded_and_aligned():
     cpu = torch.device("cpu")
     assert kernels._chunk_rows(0, 8192, 4, cpu) == kernels._chunk_rows(1, 8192, 4, cpu) == 1
-    for processors, rows in (40, 4096), (108, 5120), (132, 6144):  # T4, A100, H100
+    for processors, rows in (40, 4096), (108, 6144), (132, 8192):  # T4, A100, H100
         gpu = SimpleNamespace(multi_processor_count=processors)
         with patch.object(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu):
             assert kernels._chunk_rows(2**18, 8192, 2, torch.device("cuda")) == rows
@@ -569,7 +569,7 @@ def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n):
     train()
     x.grad = weight.grad = None
     mib = 2**20
-    assert peak(train) <= (200 if n == 65536 else 420) * mib
+    assert peak(train) <= (220 if n == 65536 else 420) * mib
     with torch.no_grad():
         forward = peak(lambda: fused_linear_cross_entropy(x, weight, targets, softcap=15.0))
     chunk = kernels._chunk_rows(n, 8192, 2, x.device) * 8192 * 2
