@@ -64,7 +64,7 @@ def layers(config):
     Only three kinds, as each costs seconds of compilation.
     """
     return [
-        Layer(config.full_heads * (i % 6 == 0), config.window, shift=i % 2 * config.window // 2, value_embed=i % 2 == 0)
+        Layer(config.full_heads * (i % 4 == 0), config.window, shift=i % 2 * config.window // 2, value_embed=i % 2 == 0)
         for i in reversed(range(config.depth))  # i = 0 is the last layer
     ]
 
@@ -81,7 +81,7 @@ class Config:
     head_dim: int
     seq_len: int            # tokens
     window: int             # tokens that most heads see; see `layers`
-    full_heads: int         # heads that see the whole context, in the last of every six layers
+    full_heads: int         # heads that see the whole context, in the last of every four layers
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
@@ -96,7 +96,7 @@ SIZES = (  # from this many FLOP/s on
     (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
     (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
     (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
-    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, 16)),
+    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, 32,     2)),
     (600e12, Config(9, 640, 128,   2048,   256,   5,         64,     2**17, 2_621_440, 32,     2)),
 )
 

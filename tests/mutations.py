@@ -81,7 +81,7 @@ SECTIONS = [
         ("if window < T else (T, 0)", "if window <= T else (T, 0)"),
         ("(0, 0, 0, 0, S, W - S)", "(0, 0, 0, 0, W - S, S)"),
         ("y.reshape(B, -1, H, D)[:, S : S + T]", "y.reshape(B, -1, H, D)[:, :T]"),
-        ("config.full_heads * (i % 6 == 0)", "config.full_heads"),
+        ("config.full_heads * (i % 4 == 0)", "config.full_heads"),
         ("shift=i % 2 * config.window // 2", "shift=0"),
         ("((full, T), (rest, self.layer.window))", "((full, T), (rest, T))"),
         ("value_embed=i % 2 == 0)", "value_embed=i % 2 == 1)"),
@@ -258,7 +258,7 @@ SECTIONS = [
         ("x = x0.view_as(x0)", "x = x0"),
         ("recompile_limit = 64", "recompile_limit = 8"),
         ("cache_key_tag = str(SDPA_BACKENDS)", "cache_key_tag = str(SDPA_BACKENDS[2:])"),
-        ("config.full_heads * (i % 6 == 0)", "config.full_heads * (i % 5 == 0)"),
+        ("config.full_heads * (i % 4 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
     ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
         ("else t).contiguous() for", "else t) for"),

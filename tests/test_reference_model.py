@@ -287,9 +287,9 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
 
 
 def test_layers_are_counted_from_the_last_one_where_heads_see_the_whole_context():
-    """Of every six, in five all heads have the window. Every other one has a value embedding, the rest are shifted."""
+    """Of every four, in three all heads have the window. Every other layer has a value embedding, the rest a shift."""
     table = train.layers(train.Config(8, WIDTH, HEAD_DIM, SEQ_LEN, 8, 2, BATCH, BATCH * SEQ_LEN, ROWS))
-    assert [layer.full_heads for layer in table] == [0, 2, 0, 0, 0, 0, 0, 2]
+    assert [layer.full_heads for layer in table] == [0, 0, 0, 2, 0, 0, 0, 2]
     assert {layer.window for layer in table} == {8}
     assert [layer.value_embed for layer in table] == [False, True] * 4
     assert [layer.shift for layer in table] == [4, 0] * 4
