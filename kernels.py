@@ -645,3 +645,27 @@ def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tens
     block = torch.arange(blocks, device=device)[:, None]
     owner = (first <= block) & (block < first + own_blocks)
     return torch.empty_like(order).scatter_(0, order, place), row_at, owner, rows
+
+
+def _sum_rows(x: Tensor, at: Tensor) -> Tensor:
+    there = at < len(x)
+    return torch.where(there.unsqueeze(-1), x[torch.where(there, at, 0)], 0).sum(1)
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, at, back):
+        ctx.save_for_backward(back)
+        return _sum_rows(x, at)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum_rows(grad, *ctx.saved_tensors), None, None
+
+
+def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
+    """Sums of rows, x (R, C) and int64 at (M, J) to (M, C). An index of R is a row of zeros.
+
+    back (R, K): the sums that each row went into, M standing for none. With it the gradient is a lookup, too, where
+    PyTorch's own would scatter."""
+    return _SumRows.apply(x, at, back)

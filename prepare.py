@@ -457,21 +457,23 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def start_compiler() -> None:
-    """Starts Inductor's processes, which get ready while the model is built, and changes three of its defaults.
+    """Starts Inductor's processes, which get ready while the model is built, and changes four of PyTorch's defaults.
 
-    It would time two configurations of most kernels, and GEMMs with padded operands: 2 s and 1 s of a start on an H200,
-    for nothing faster. And it would read the rows of an RMSNorm several times where other parts of a kernel flip or sum
-    them: 2% of a step there (all measured).
+    Inductor would time two configurations of most kernels, and GEMMs with padded operands: 2 s and 1 s of a start on an
+    H200, for nothing faster. It would read the rows of an RMSNorm several times where other parts of a kernel flip or
+    sum them: 2% of a step there (all measured). AOTAutograd would not cache a graph with a custom autograd function.
     """
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.warm_pool(), AsyncCompile.wakeup()
+    from torch._functorch import config as aot_autograd
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
     config.triton.autotune_pointwise = config.shape_padding = False
+    aot_autograd.autograd_cache_allow_custom_autograd_functions = True
     default = InductorChoices.should_use_persistent_reduction
 
     def in_one_pass(features, cooperative_reduction: bool) -> bool:

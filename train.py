@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import prepare
-from kernels import Linear4bit, fused_linear_cross_entropy, group_rows, row_adam_
+from kernels import Linear4bit, fused_linear_cross_entropy, group_rows, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 
 # ---- Hyperparameters; sizes by GPU follow below, in SIZES
@@ -303,12 +303,11 @@ class Experts(nn.Module):
         self.load += tokens
         owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
         c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (self.c_fc, self.c_proj))
-        # index_copy, as its gradient is a lookup, and that of a lookup a sum
-        x = x.reshape(N, C).repeat_interleave(K, 0)
-        h = x.new_zeros(len(row_at), C).index_copy(0, place, x).view(len(owner), -1, C)
+        place, row_at = place.view(N, K), row_at.view(-1, 1)
+        h = sum_rows(x.reshape(N, C), row_at // K, place).view(len(owner), -1, C)
         h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
-        h = x.new_empty(N * K + 1, C).index_copy(0, row_at, h.view(-1, C))[:-1].view(N, K, C)
-        return (h * 2 * score.gather(1, expert).unsqueeze(-1)).sum(1).view(B, T, C)
+        weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), row_at, place.view(-1, 1))
+        return sum_rows(h.view(-1, C) * weight, place, row_at // K).view(B, T, C)
 
 
 class Block(nn.Module):

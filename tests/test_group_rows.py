@@ -1,9 +1,9 @@
-"""Rows sorted into blocks of one group each."""
+"""Rows sorted into blocks of one group each, and sums of rows."""
 
 import pytest
 import torch
 
-from kernels import group_rows
+from kernels import group_rows, sum_rows
 
 CASES = {  # the groups of rows, and how many groups there may be
     "even": (torch.arange(4096) % 16, 16),
@@ -38,3 +38,16 @@ def test_each_row_has_a_place_of_its_own_in_a_block_of_its_group(name, compiled,
 def test_shapes_do_not_depend_on_the_groups_and_the_padding_is_an_eighth():
     shapes = {tuple(t.shape for t in group_rows(torch.randint(k, (4096,)), 16)) for k in (1, 2, 5, 16)}
     assert shapes == {((4096,), (4096 * 9 // 8,), (144, 16), (16,))}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sums_of_rows_and_their_gradient(compiled, device):
+    """Row 1 is in two sums, row 3 in none; index 5 is no row."""
+    x = torch.randn(5, 4, dtype=torch.float64, device=device, requires_grad=True)
+    at = torch.tensor([[0, 1, 5], [2, 1, 4], [5, 5, 5]], device=device)
+    back = torch.tensor([[0, 3], [0, 1], [1, 3], [3, 3], [3, 1]], device=device)
+    function = torch.compile(sum_rows, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else sum_rows
+    y, expected = function(x, at, back), torch.cat([x, x.new_zeros(1, 4)])[at].sum(1)
+    torch.testing.assert_close(y, expected)
+    weight = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad((z * weight).sum(), x)[0] for z in (y, expected)))
