@@ -307,7 +307,7 @@ def _flatten(x: Tensor, targets: Tensor, softcap: float | None, ignore_index: in
         raise ValueError(f"softcap must be in (0, 50], where exp(softcap) is far from overflow, or None, not {softcap}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
-    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     row_scale = (targets != ignore_index).sum().reciprocal() if reduction == "mean" else torch.ones((), device=x.device)
     return x, targets, row_scale, float(softcap or 0), ignore_index, reduction != "none"
 
@@ -631,6 +631,8 @@ def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tens
     group (N,): int64, of at most 256 groups. Returns the place of each row (N,); the row in each place (P,), or N for
     padding, P being about 9/8 N; the group of each block, one-hot, (blocks, groups); the rows of each group (groups,).
     """
+    if groups > 256:
+        raise ValueError(f"at most 256 groups, not {groups}")
     n, device = len(group), group.device
     size = max(1, n // (8 * groups))  # of a block
     blocks = n // size + groups

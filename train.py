@@ -25,12 +25,12 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 
 # ---- Hyperparameters; sizes by GPU follow below, in SIZES
 
-ROPE_BASE = 200_000        # longest wavelength of the rotary embedding, in tokens
-SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP)
+ROPE_BASE = 200_000        # of the rotary embedding, whose longest wavelength is about 2 pi times as many tokens
+SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP); None: as they are
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # share of the embeddings that enters each block at the start
-FOUR_BIT = False           # train the matrices of the blocks, but for experts, as NF4, with fp32 masters
+FOUR_BIT = False           # train the matrices of attention and MLPs as NF4, with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5      # of those that are experts', as each sees few of the tokens
@@ -218,6 +218,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.head_dim = config.n_embd // config.head_dim, config.head_dim
         self.layer, self.flash = layer, flash
+        assert config.n_embd % config.head_dim == 0 and layer.full_heads <= self.n_head, config
+        assert flash or config.seq_len % min(layer.window, config.seq_len) == 0, f"SDPA cuts whole pieces: {config}"
         self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
@@ -357,6 +359,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
+        for p in self.parameters():
+            nn.init.constant_(p, math.nan)
         bound = 3**0.5 * self.config.n_embd**-0.5  # uniform, standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
         for table in (*self.ngram_embeds, self.induction_embed):
@@ -364,7 +368,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
             if p.ndim > 1:  # c_proj starts at zero, so that every block is the identity
-                scale = 0 if "c_proj" in name or "gate" in name else 1 if "embed" in name else INIT_SCALE
+                scale = 0 if "c_proj" in name or "attn.gate" in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
@@ -373,6 +377,8 @@ class GPT(nn.Module):
             if block.experts is not None:
                 nn.init.zeros_(block.experts.bias)
                 nn.init.zeros_(block.experts.load)
+        forgotten = [name for name, p in self.named_parameters() if p.flatten()[0].isnan()]
+        assert not forgotten, f"init_weights leaves {forgotten} as the warm-up has moved them: give them values there"
         update_buffers(self)
 
     def look_up(self, idx, followers, found, ngrams):
@@ -416,14 +422,16 @@ class GPT(nn.Module):
         with torch.enable_grad(), sdpa_kernel(backends, set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         if targets is None:
-            return SOFTCAP * torch.tanh(self.lm_head(x).float() / SOFTCAP)
+            logits = self.lm_head(x).float()
+            return SOFTCAP * torch.tanh(logits / SOFTCAP) if SOFTCAP else logits
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
 
     def flops_per_token(self) -> float:
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        uses = {2: 1, 3: self.config.per_token}  # by a token: of a matrix, of a stack of experts
-        matrices = sum(uses[p.ndim] * p.size(-2) * p.size(-1) for p in self.parameters() if p.ndim > 1) - lookups
+        experts = sum(m.c_fc.numel() + m.c_proj.numel() for m in self.modules() if isinstance(m, Experts))
+        idle = experts - experts * self.config.per_token / max(1, self.config.experts)
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - lookups - idle
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
         return 6 * matrices + 12 * self.config.head_dim * keys
@@ -547,7 +555,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
                 # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
-                shares = [min(1, p.size(-2) / p.size(-1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
+                shares = [min(1, p.numel() / p.size(-1) ** 2) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
                 scales = [share**0.5 for share in shares]
                 rates = [EXPERT_LR_SCALE if p.ndim == 3 else 1.0 for p in params]
                 scale, rate = (
@@ -569,6 +577,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
+        assert loss_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
         skip = found_inf > 0
         wrap = compiled_once if self.device.type == "cuda" else (lambda f: f)
         self.steps += 1 - found_inf
@@ -577,6 +586,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True)):
             if group["kind"] == "sparse":
                 for p, exp_avg_sq in zip(group["params"], group["state"]):
+                    assert p.grad is None, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
                     if p.sparse_grads:  # else an edit has left it unused
                         ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*p.sparse_grads))
                         row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
@@ -619,7 +629,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and key in name), None)
-        if key is None and name.startswith("blocks.") and p.ndim > 1:
+        if key is None and name.startswith("blocks.") and (p.ndim == 2 or ".experts." in name):
             key = tuple(as_stack(p).shape[1:])
             groups.setdefault(key, adamw(MATRIX_LR, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"

@@ -322,6 +322,17 @@ def test_any_strides(device):
         torch.testing.assert_close((loss.detach(), strided.grad), expected[:2])
 
 
+@pytest.mark.parametrize("strided", [lambda t: torch.stack([t, t + 1], 1)[:, 0], lambda t: t[:1].expand(60)])
+def test_any_strides_of_the_targets(strided, device, monkeypatch):
+    monkeypatch.setattr(kernels, "_rows", kernels._rows_triton)
+    x, weight, targets = example(60, 32, 40, torch.float32, device)
+    targets = strided(targets.clamp_min(0))
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="none")
+    of_x = fused_linear_cross_entropy(x, weight, targets, reduction="none")
+    of_logits = fused_cross_entropy(x @ weight.T, targets, reduction="none")
+    torch.testing.assert_close((of_x, of_logits), (expected, expected), rtol=1e-5, atol=1e-5)
+
+
 def test_mistakes_are_named(device):
     x, weight, targets = example(6, 16, 30, torch.float32, device)
     with pytest.raises(ValueError, match="'mean', 'sum' or 'none', not 'avg'"):

@@ -40,6 +40,11 @@ def test_shapes_do_not_depend_on_the_groups_and_the_padding_is_an_eighth():
     assert shapes == {((4096,), (4096 * 9 // 8,), (144, 16), (16,))}
 
 
+def test_more_groups_than_a_byte_tells_apart_are_refused():
+    with pytest.raises(ValueError, match="at most 256 groups, not 257"):
+        group_rows(torch.arange(257), 257)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sums_of_rows_and_their_gradient(compiled, device):
     """Row 1 is in two sums, row 3 in none; index 5 is no row."""

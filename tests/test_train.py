@@ -81,6 +81,12 @@ def test_sizes_divide(config):
     assert config.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
+@pytest.mark.parametrize("size", [{"head_dim": 48}, {"full_heads": 3}, {"window": 48}, {"seq_len": 100}], ids=str)
+def test_sizes_that_cannot_be_are_refused(size):
+    with pytest.raises(AssertionError, match=", ".join(f"{name}={value}" for name, value in size.items())):
+        build(dataclasses.replace(TINY, **size))
+
+
 @pytest.mark.parametrize(
     ("seconds", "batch", "device_batch_size"),
     [
@@ -228,7 +234,9 @@ def test_first_loss_is_about_ln_v():
     assert abs(model(x, y).item() - math.log(VOCAB)) < 0.05
 
 
-def test_loss_is_the_cross_entropy_of_the_logits():
+@pytest.mark.parametrize("softcap", [train.SOFTCAP, None])
+def test_loss_is_the_cross_entropy_of_the_logits(softcap, monkeypatch):
+    monkeypatch.setattr(train, "SOFTCAP", softcap)
     model, _ = build()
     train_a_little(model)
     x, y, _ = next(batches(seed=2))
@@ -318,6 +326,46 @@ def test_a_parameter_without_a_group_is_named():
     model.blocks[1].mlp.bias = torch.nn.Parameter(torch.zeros(8))
     with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.mlp.bias (8,)")):
         train.make_optimizer(model)
+
+
+def test_a_parameter_that_init_weights_forgets_is_named():
+    model, _ = build()
+    model.blocks[1].attn.scale = torch.nn.Parameter(torch.ones(8))
+    with pytest.raises(AssertionError, match=re.escape("['blocks.1.attn.scale']")):
+        model.init_weights()
+
+
+def test_a_gate_of_an_mlp_does_not_start_at_zero_as_those_of_heads_do():
+    model, _ = build()
+    model.blocks[1].mlp.gate = train.Linear(64, 64)
+    model.init_weights()
+    assert model.blocks[1].mlp.gate.weight.abs().max() > 0 == model.blocks[1].attn.gate.weight.abs().max()
+
+
+def test_a_convolution_is_no_stack_of_experts():
+    model, _ = build()
+    flops = model.flops_per_token()
+    model.blocks[1].attn.conv = torch.nn.Conv1d(64, 64, 3, groups=64, bias=False)
+    assert model.flops_per_token() == flops + 6 * 3 * 64
+    with pytest.raises(AssertionError, match=r"no group for blocks\.1\.attn\.conv"):
+        train.make_optimizer(model)
+
+
+def test_a_table_with_a_dense_gradient_is_refused():
+    model, optimizer = build()
+    model.ngram_embeds[0].sparse = False
+    with pytest.raises(AssertionError, match="must be sparse"):
+        train.train_step(model, optimizer, train.make_scaler(model), batches())
+
+
+def test_a_scaler_must_not_unscale():
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu")
+    train.train_step(model, optimizer, scaler, batches())
+    scaler.scale(model(*next(batches())[:2])).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="leave out scaler"):
+        scaler.step(optimizer)
 
 
 def test_matrices_of_any_shape_train():
