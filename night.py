@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
     (commit, description), before = prepare.git_head(), len(prepare.read_results())
+    os.environ["AUTORESEARCH_HEAD"] = f"{commit}\t{description}"  # train.py asks for it seconds later
     stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
     command = [sys.executable, *(score if args.score else ["train.py", *train_options(args, args.seed)])]
@@ -203,9 +204,7 @@ def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suff
         label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
         max_retries=1,  # the run of a lost node goes to another node once
     )(experiment)
-    # With the rows there are, a run saves its weights only if it is the best; to score the test split it needs them.
-    rows = b"" if args.score or not prepare.RESULTS.exists() else prepare.RESULTS.read_bytes()
-    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": rows})
+    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": b""})
     archives = {commit: ray.put(git("archive", commit)) for commit, _ in todo}
     pending = {}
     for run in todo:
@@ -278,13 +277,14 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
 def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]]) -> Iterator:
     """Ray task: one run in a temporary checkout; the node needs the dependencies, but no clone.
 
-    Yields where it runs, then new rows and the end of its log. files: instead of those in the archive.
-    commands: of Python, up to the first that fails.
+    Yields where it runs, then its rows and the end of its log. files: instead of those in the archive.
+    commands: of Python, up to the first that fails. Only the second one, a score, needs the weights of the first.
     """
     import ray
 
     cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-    env = os.environ | {IN_A_WAVE: "1", "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # 32: Inductor's limit
+    env = os.environ | {IN_A_WAVE: "1" if commands[1:] else "no weights"}
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
     if env.get("OMP_NUM_THREADS") == str(cores) == str(len(os.sched_getaffinity(0))):
         del env["OMP_NUM_THREADS"]  # Ray has set it, but a run that has all cores chooses as it does without Ray
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
@@ -302,7 +302,7 @@ def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]
             if child.returncode:
                 break
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
-        yield Path(folder, "results.tsv").read_bytes().removeprefix(files["results.tsv"]), tail
+        yield Path(folder, "results.tsv").read_bytes(), tail
 
 
 def git(*args: str) -> bytes:

@@ -299,14 +299,13 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "da
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped; rows of seven had no tokens_M."""
+    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
     rows, text = [], ""
     with suppress(OSError):
         text = Path(path or RESULTS).read_text("utf-8", errors="replace")
     for line in text.split("\n"):
-        fields = line.split("\t")
         with suppress(ValueError):
-            row = dict(zip(COLUMNS, fields + ["0.0"] * (len(fields) == 7), strict=True))
+            row = dict(zip(COLUMNS, line.split("\t"), strict=True))
             numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
             if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
                 rows.append(row | numbers)
@@ -375,7 +374,9 @@ def clean(field: str) -> str:
 
 
 def git_head() -> tuple[str, str]:
-    """Short hash and subject of HEAD in the repository that holds this file."""
+    """Short hash and subject of HEAD in the repository that holds this file; in `night.py run`, as it began."""
+    if head := os.environ.get("AUTORESEARCH_HEAD"):
+        return tuple(head.split("\t", 1))
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "log", "-1", "--format=%H%x09%s"]
         out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
@@ -543,7 +544,7 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
     tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
     status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
     evaluated = time.perf_counter() - start
-    if status == "keep":
+    if status == "keep" and os.environ.get("AUTORESEARCH_SCREENING") != "no weights":
         save_weights(model)
     seconds, total = clock.elapsed(), process_seconds()
     summary = {
@@ -606,6 +607,9 @@ def save_weights(model) -> None:
     import torch
     from safetensors.torch import save_file
 
+    for left in WEIGHTS.parent.glob(f"{WEIGHTS.name}.*"):  # by a killed run
+        if not Path("/proc", left.suffix[1:]).exists():
+            left.unlink(missing_ok=True)
     part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
     state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
@@ -624,7 +628,7 @@ def load_weights(build_model: Callable, device, capability: tuple[int, int] | No
     if not WEIGHTS.exists():
         raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
     try:
-        with safe_open(WEIGHTS, "pt", device=str(device)) as file:
+        with safe_open(WEIGHTS, "pt") as file:
             model = build_model(json.loads(file.metadata()["config"]), device, capability)
             model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
@@ -805,7 +809,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         if verify and hashlib.sha256(tokens).digest() != checksum:
             raise ValueError("damaged tokens")
     except (OSError, ValueError, struct.error) as error:
-        raise PrepareError(f"{path}: {error}; delete it and run prepare.py again") from None
+        raise PrepareError(f"{path}: {error}; delete it and train_shards there, and run prepare.py again") from None
     return tokens, checksum
 
 
@@ -843,6 +847,8 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
+        if num_shards == 1:
+            print("no GPU here, so one shard: for one elsewhere give --num-shards 2 (a T4) or 10 (an A100 and up)")
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [(raw / f"shard_{i:05d}.parquet", 0, None) for i in range(num_shards)]
@@ -868,7 +874,7 @@ def local_files(data: str) -> tuple[str, list[Path]]:
     return f"{label}@{hashlib.sha256(identity.encode()).hexdigest()[:8]}", files
 
 
-def file_splits(files: list[Path], test_files: list[Path], num_shards: int) -> Splits:
+def file_splits(files: list[Path], test_files: list[Path], num_shards: int | None) -> Splits:
     """Validates on the last file, or the last 5% of a single one. Tests on test_files, or the 5% before validation."""
     borders = [0, *itertools.accumulate(sum(1 for _ in documents(file)) for file in files)]
     twentieth = max(1, borders[-1] // 20)
@@ -994,12 +1000,13 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     name, files = (data, []) if data in HUB else local_files(data)
     test_files = [file for file in files if file.name == TEST_FILE and len(files) > 1]
     files = [file for file in files if file not in test_files]
-    if files:
-        num_shards = min(num_shards or len(files), max(1, len(files) - 1))
+    if files and num_shards:
+        num_shards = min(num_shards, max(1, len(files) - 1))
     directory, ready = cache_dir() / name, False
     with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
-        TokenStream(tokenizer, "val")
+        for split in ("val", "test")[: 1 + (directory / "test_00000.bin").exists()]:
+            TokenStream(tokenizer, split)
         shards = len(TokenStream(tokenizer, "train").tokens)
         ready = num_shards in (None, shards, shards - bool(test_files))  # the test file used to be for training
         if ready and current_dataset() == directory:

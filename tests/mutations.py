@@ -278,7 +278,7 @@ SECTIONS = [
     ]),
     ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
         ("else t).contiguous() for", "else t) for"),
-        ('if status == "keep":\n        save', 'if status != "discard":\n        save'),
+        ('if status == "keep" and os', 'if status != "discard" and os'),
     ]),
     ("The compiler", "prepare.py", ["test_gpu.py", "-k", "inductor"], [
         ("== ReductionHint.DEFAULT", "!= ReductionHint.INNER"),
@@ -344,7 +344,6 @@ SECTIONS = [
         ("map(clean, (head", "map(str, (head"),
         ("if not lock(file, patience=60):", "if False:"),
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
-        ('["0.0"] * (len(fields) == 7)', "[]"),
         ('f"{description} [{reason}]" if reason', "description if reason"),
     ]),
     ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [

@@ -282,6 +282,11 @@ def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
     assert night.run("git log --all --format= --name-only -- results.tsv | sort -u") == "results.tsv\n"  # of `start`
 
 
+def test_a_commit_during_a_run_is_not_the_one_in_its_row(night):
+    night.experiment("idea A", "os.system('git commit -q --allow-empty -m later')\n    val_bpb = 1.2")
+    assert [row["description"] for row in night.rows()] == ["idea A"]
+
+
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.train()
     night.edit("half the lines", "val_bpb = 1.3")
@@ -357,10 +362,10 @@ def simulated(path: Path, runs: int = 120) -> None:
         val_bpb = 1.3 - 0.1 * (1 - math.exp(-i / 40)) + abs(rng.gauss(0, 0.01)) + (i in (5, 6))  # two far outliers
         description = f"{rng.choice(WORDS)} $x$ {i}".replace("\n", " ")
         if i % 10 == 9:
-            lines.append(f"{i:07x}\t0.000000\t0.0\tcrash\t{description}\t{gpu}\td-1\n")
+            lines.append(f"{i:07x}\t0.000000\t0.0\tcrash\t{description}\t{gpu}\td-1\t9.0\n")
         else:
             status, best = "keep" if val_bpb < best else "discard", min(best, val_bpb)
-            lines.append(f"{i:07x}\t{val_bpb:.6f}\t3.0\t{status}\t{description}\t{gpu}\td-1\n")
+            lines.append(f"{i:07x}\t{val_bpb:.6f}\t3.0\t{status}\t{description}\t{gpu}\td-1\t9.0\n")
     path.write_text("".join(lines), "utf-8")
 
 

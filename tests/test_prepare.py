@@ -523,16 +523,6 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert [row["status"] for row in prepare.read_results(log.path)].count("keep") == 5
 
 
-def test_rows_of_seven_columns_are_read_and_go_on_under_the_header_of_eight(log, capsys):
-    header, row = "\t".join(prepare.COLUMNS), "1234567\t1.200000\t2.5\tkeep\ta\tT4\tclimbmix-1"
-    log.path.write_text(f"{header[:-9]}\n{row}\n")
-    assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0)]
-    assert log(1.3) == "discard" and "its first line is not `commit" in capsys.readouterr().err
-    log.path.write_text(f"{header}\n{row}\n")  # as the message says
-    assert log(1.3) == "discard"
-    assert [(row["val_bpb"], row["tokens_M"]) for row in prepare.read_results(log.path)] == [(1.2, 0.0), (1.3, 39.3)]
-
-
 def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
     assert prepare.best_result("T4", "climbmix-1", log.path) is None
     log(1.5, description="first")

@@ -411,7 +411,7 @@ def test_any_flipped_bit_that_matters_is_found_at_once_or_by_verify(shard, token
         try:
             found, _ = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
         except PrepareError as error:
-            assert "delete it and run" in str(error)
+            assert "delete it and train_shards there, and run" in str(error)
         else:
             fields, expected = (prepare.HEADER.unpack(data[: prepare.HEADER.size]) for data in (damaged, good))
             assert position < prepare.HEADER.size and fields == expected  # an unused byte
@@ -578,7 +578,7 @@ def test_no_file_of_ten_thousand_makes_a_reader_fail_otherwise(fuzzed, fuzz, dat
 # results.tsv
 
 HEADER = "\t".join(prepare.COLUMNS) + "\n"
-ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\n"
+ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t9.0\n"
 
 
 def log(path: Path, val_bpb: float = 1.0) -> str:

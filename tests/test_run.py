@@ -301,6 +301,11 @@ def test_screening_is_logged_with_the_budget_in_the_gpu_column(clone, args, gpu)
     assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary["status"] == "keep"
 
 
+def test_a_run_of_a_wave_leaves_no_weights_in_a_folder_that_will_be_deleted(clone):
+    run = clone.run(edit="os.environ['AUTORESEARCH_SCREENING'] = 'no weights'")
+    assert run.code == 0 and clone.statuses == ["keep"] and not (clone.folder / "model.safetensors").exists(), run
+
+
 def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
     run = clone.run(edit="at_step(8, lambda loss: clock_goes(340, until=340, first=1) or loss)")
     assert clone.statuses == ["keep"] and float(run.summary["training_seconds"]) == 340
@@ -351,7 +356,7 @@ FAULTS = {  # edit, last line on stderr, reason in the row
     "edited sizes": (
         "train.SIZES = ((0, dataclasses.replace(train.SIZES[0][1], head_dim=48)),)",
         "Error: ",
-        r"RuntimeError line \d+",
+        r"AssertionError line \d+",
     ),
     "out of memory": (
         "at_step(5, lambda _: fail(torch.OutOfMemoryError('CUDA out of memory')))",
@@ -527,8 +532,10 @@ def test_a_kill_while_the_weights_are_written_leaves_those_of_before(clone):
     (clone.folder / "model.safetensors").write_bytes(b"those of before")
     half = "lambda real, tensors, path, *_: (path.write_bytes(b'half'), send(signal.SIGKILL))"
     edit = f"import safetensors.torch\nreplace(safetensors.torch, 'save_file', {half})"
-    assert clone.run(edit=edit).code == -signal.SIGKILL
+    assert clone.run(edit=edit).code == -signal.SIGKILL and clone.left_over
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
+    clone.commit("better")
+    assert clone.run(edit="clock_goes(1)").summary["status"] == "keep" and not clone.left_over
 
 
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
@@ -567,7 +574,11 @@ at_step(5, wait_for_data)
 
 REFUSED = {
     "no data": ([], "none", r"run `python prepare\.py` first"),
-    "damaged shard": ([], "damaged", r"train_00001\.bin: .*; delete it and run prepare\.py again"),
+    "damaged shard": (
+        [],
+        "damaged",
+        r"train_00001\.bin: .*; delete it and train_shards there, and run",
+    ),
     "unknown GPU": (["--gpu", "T5"], "whole", r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
     "no weights": (["--sample", "Once"], "whole", r"^train\.py: no model\.safetensors yet: run python train\.py first"),
     "no weights, empty text": (["--sample", ""], "whole", r"^train\.py: no model\.safetensors yet"),

@@ -245,6 +245,28 @@ def test_a_test_file_beside_a_prepared_folder_leaves_train_and_val_as_they_were(
     assert prepare.dataset_id(new) == prepare.dataset_id(old) and splits_of(new)["test"] == texts(6541)
 
 
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_damaged_test_shard_is_made_again_as_its_line_says(tmp_path, deleted):
+    folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
+    before = tree(folder)
+    shard = folder / "test_00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(PrepareError, match="delete it and train_shards there"):
+        prepare.TokenStream(Tokenizer.from_directory(), "test")
+    if deleted:
+        shard.unlink()
+        (folder / "train_shards").unlink()
+    assert prepare.prepare(str(tmp_path / "corpus")) == folder and tree(folder) == before
+
+
+def test_a_folder_whose_last_train_file_went_into_the_test_split_is_ready(tmp_path, monkeypatch):
+    write_texts(tmp_path / "data", numbered(0, 100), numbered(100, 103), numbered(103, 110))
+    folder = prepare.prepare(str(tmp_path / "data"))
+    assert (folder / "train_shards").read_text() == "1\n"
+    monkeypatch.setattr(prepare, "documents", None)  # nothing is read again
+    assert prepare.prepare(str(tmp_path / "data")) == folder
+
+
 # Datasets from before there was a test split
 
 
