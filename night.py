@@ -468,11 +468,11 @@ def main() -> int | None:
     budget.add_argument("--seconds", type=float, help="of training, instead of five minutes")
     budget.add_argument("--tokens", type=int, help="to train on, instead of five minutes")
     parser.add_argument("--gpu", metavar="NAME", help="take another GPU's numerics and size")
-    parser.add_argument("--seed", type=int, help="of a run")
+    parser.add_argument("--seed", type=int, help="seed of a run")
     numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N")
     parser.add_argument("--seeds", **numbers, help="of a wave, such as 1,2,3; of a report, how many (3)")
-    parser.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; takes --tokens")
-    parser.add_argument("--again", action="store_true", help="repeat what has a row")
+    parser.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; needs --tokens")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have a row already")
     parser.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
     cluster = dict(default=os.environ.get("RAY_ADDRESS"), help="of Ray ($RAY_ADDRESS, else this machine alone)")
     parser.add_argument("--address", **cluster)
@@ -483,7 +483,7 @@ def main() -> int | None:
     if args.seeds if args.command == "run" else args.seed is not None:
         parser.error("--seed is for a run, --seeds for a wave or a report")
     if args.per_gpu > 1 and not args.tokens:
-        parser.error("--per-gpu takes --tokens: runs that share a GPU slow each other down")
+        parser.error("--per-gpu needs --tokens: runs that share a GPU slow each other down")
     args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     args.budget = prepare.budget_name(args.seconds, args.tokens, args.gpu)
     return {"run": run, "wave": wave, "report": report, "plot": plot}[args.command](args)

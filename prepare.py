@@ -401,7 +401,7 @@ def run(train: Callable, build_model: Callable) -> None:
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
     budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
-    parser.add_argument("--gpu", metavar="NAME", help="numerics and size of this GPU, or cpu; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
     args = parser.parse_args()
@@ -1097,7 +1097,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
     parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume on this GPU)")
-    parser.add_argument("--cache", help="where to (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
+    parser.add_argument("--cache", help="for all data (default: $AUTORESEARCH_CACHE, or ~/.cache/autoresearch-t4)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     if args.cache:

@@ -240,7 +240,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     ("arguments", "remedy"),
     [
         (["no-such-branch"], "Command .*'git', 'log'.* returned non-zero exit status"),
-        (["good", "--per-gpu=2"], "error: --per-gpu takes --tokens"),
+        (["good", "--per-gpu=2"], "error: --per-gpu needs --tokens"),
         (["good", "--seed=1"], "error: --seed is for a run, --seeds for a wave"),
         (["good"], r"needs Ray: pip install -e '\.\[night\]'"),
     ],
