@@ -1,5 +1,5 @@
 """Four operators: a fused (linear) cross-entropy, a 4-bit linear layer, Adam on the rows of a table that a batch
-touches, and rows sorted for grouped GEMMs. Knows nothing of GPT, data or GPU names.
+touches, and rows sorted for grouped GEMMs and summed up after them. Knows nothing of GPT, data or GPU names.
 
 Fused linear cross-entropy: the loss of z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
 
