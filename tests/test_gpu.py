@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sympy import Integer
+from torch._functorch import config as aot_autograd
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
@@ -111,8 +112,12 @@ def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
             return InductorChoices.should_use_persistent_reduction(features, False)
 
     assert not in_one_pass(ReductionHint.DEFAULT, 128)
-    with config.patch({"triton.autotune_pointwise": True, "shape_padding": True}):  # restored, too
+    with (
+        config.patch({"triton.autotune_pointwise": True, "shape_padding": True}),  # restored, too
+        aot_autograd.patch(autograd_cache_allow_custom_autograd_functions=False),
+    ):
         prepare.start_compiler()
+        assert aot_autograd.autograd_cache_allow_custom_autograd_functions, "or sum_rows is compiled anew each time"
     assert in_one_pass(ReductionHint.DEFAULT, 128) and in_one_pass(ReductionHint.DEFAULT, 1024)
     assert in_one_pass(ReductionHint.INNER, 640)
     assert not in_one_pass(ReductionHint.DEFAULT, 2048) and not in_one_pass(ReductionHint.OUTER, 128)
