@@ -267,6 +267,12 @@ def test_a_folder_whose_last_train_file_went_into_the_test_split_is_ready(tmp_pa
     assert prepare.prepare(str(tmp_path / "data")) == folder
 
 
+def test_prepared_without_a_gpu_a_hub_dataset_has_one_shard_and_says_so(cache, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert len(prepare.hub_splits("climbmix", None)[0]) == 1 and "give --num-shards 2" in capsys.readouterr().out
+    assert len(prepare.hub_splits("climbmix", 1)[0]) == 1 and not capsys.readouterr().out
+
+
 # Datasets from before there was a test split
 
 
