@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     os.setsid()
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
-    (commit, description), before = prepare.git_head(), len(prepare.read_results())
-    os.environ["AUTORESEARCH_HEAD"] = f"{commit}\t{description}"  # train.py asks for it seconds later
+    head, before = prepare.git_head(), len(prepare.read_results())
+    os.environ["AUTORESEARCH_HEAD"] = "\t".join(head)  # of every row from here on, train.py's too
     stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
     command = [sys.executable, *(score if args.score else ["train.py", *train_options(args, args.seed)])]
@@ -100,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
             os.waitpid(pid, 0)
     reader.join()
     logged = not args.budget or IN_A_WAVE in os.environ
-    if logged and all(row["commit"] != commit for row in prepare.read_results()[before:]):
+    if logged and all(row["commit"] != head[0] for row in prepare.read_results()[before:]):
         reason = [*reasons, why(code, "".join(stderr))][0]
         row = dict(gpu=prepare.gpu_name() + args.budget, dataset=prepare.dataset_id(), reason=reason)
-        prepare.log_result(val_bpb=0.0, memory_gb=0.0, commit=commit, description=description, **row)
+        prepare.log_result(val_bpb=0.0, memory_gb=0.0, **row)
     return code if code >= 0 else 128 - code
 
 
@@ -204,7 +204,7 @@ def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suff
         label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
         max_retries=1,  # the run of a lost node goes to another node once
     )(experiment)
-    files = ray.put({"night.py": Path(__file__).read_bytes(), "results.tsv": b""})
+    files = ray.put({"night.py": Path(__file__).read_bytes()})
     archives = {commit: ray.put(git("archive", commit)) for commit, _ in todo}
     pending = {}
     for run in todo:
@@ -256,7 +256,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
-    given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes(), "results.tsv": b""}, [command]
+    given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes()}, [command]
     task, good = ray.remote(num_returns="streaming", num_cpus=0)(experiment), []
     answers = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}).remote(*given) for node in nodes]
     for node, answer in zip(nodes, answers, strict=True):
@@ -292,6 +292,7 @@ def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
+        Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
         for command in commands:
             child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
             try:

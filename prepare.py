@@ -1005,8 +1005,9 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     directory, ready = cache_dir() / name, False
     with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
-        for split in ("val", "test")[: 1 + (directory / "test_00000.bin").exists()]:
-            TokenStream(tokenizer, split)
+        TokenStream(tokenizer, "val")
+        if (directory / "test_00000.bin").exists():
+            TokenStream(tokenizer, "test")
         shards = len(TokenStream(tokenizer, "train").tokens)
         ready = num_shards in (None, shards, shards - bool(test_files))  # the test file used to be for training
         if ready and current_dataset() == directory:

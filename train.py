@@ -306,10 +306,11 @@ class Experts(nn.Module):
         owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
         c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (self.c_fc, self.c_proj))
         place, row_at = place.view(N, K), row_at.view(-1, 1)
-        h = sum_rows(x.reshape(N, C), row_at // K, place).view(len(owner), -1, C)
+        token_at = row_at // K
+        h = sum_rows(x.reshape(N, C), token_at, place).view(len(owner), -1, C)
         h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), row_at, place.view(-1, 1))
-        return sum_rows(h.view(-1, C) * weight, place, row_at // K).view(B, T, C)
+        return sum_rows(h.view(-1, C) * weight, place, token_at).view(B, T, C)
 
 
 class Block(nn.Module):
@@ -429,8 +430,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        experts = sum(m.c_fc.numel() + m.c_proj.numel() for m in self.modules() if isinstance(m, Experts))
-        idle = experts - experts * self.config.per_token / max(1, self.config.experts)
+        experts = [m for m in self.modules() if isinstance(m, Experts)]
+        idle = sum((m.c_fc.numel() + m.c_proj.numel()) * (1 - m.per_token / len(m.bias)) for m in experts)
         matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - lookups - idle
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))

@@ -94,7 +94,7 @@ SECTIONS = [
         ("nn.init.constant_(block.x0_lambda, X0_LAMBDA)", "nn.init.zeros_(block.x0_lambda)"),
     ]),
     ("Experts", "train.py", ["test_reference_model.py", "-k", "expert or initial"], [
-        ("row_at // K, place).view", "row_at % N, place).view"),
+        ("token_at = row_at // K", "token_at = row_at % N"),
         ("rank, best = score + self.bias, []", "rank, best = score, []"),
         ("rank.argmax(-1, keepdim=True)", "rank.argmin(-1, keepdim=True)"),
         ("rank = rank.scatter(1, best[-1], -math.inf)", "pass"),
@@ -118,7 +118,7 @@ SECTIONS = [
         ("assert not forgotten", "assert True"),
         ('(p.ndim == 2 or ".experts." in name)', "p.ndim > 1"),
         ('"attn.gate" in name else', '"gate" in name else'),
-        ("if isinstance(m, Experts))", "if m is self)"),
+        ("if isinstance(m, Experts)]", "if False]"),
         ("if SOFTCAP else logits", "if True else logits"),
     ]),
     ("Grouped rows", "kernels.py", ["test_group_rows.py"], [
@@ -265,7 +265,7 @@ SECTIONS = [
         ("layer.full_heads * T", "layer.full_heads * layer.window"),
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
         ("6 * matrices + 12", "2 * matrices + 12"),
-        ("experts * self.config.per_token / max(1", "experts / max(1"),
+        ("m.per_token / len(m.bias)", "1 / len(m.bias)"),
     ]),
     ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once or cudnn"], [
         ("SDPA_BACKENDS[2 * (self.dtype == torch.float16) :]", "SDPA_BACKENDS"),

@@ -577,7 +577,7 @@ REFUSED = {
     "damaged shard": (
         [],
         "damaged",
-        r"train_00001\.bin: .*; delete it and train_shards there, and run",
+        r"train_00001\.bin: .*; delete it and train_shards there, and run prepare\.py again",
     ),
     "unknown GPU": (["--gpu", "T5"], "whole", r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
     "no weights": (["--sample", "Once"], "whole", r"^train\.py: no model\.safetensors yet: run python train\.py first"),
