@@ -13,7 +13,7 @@ A model of a GPU that is not at hand: what an optimizer step takes there, where 
     other:      bytes / memory
 
 and LAUNCH. The rates are figures of single kernels, by datasheet, published or measured; only ATOMICS comes from whole
-steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 the 9 x 640 and autoresearch's
+steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 seven of ours and autoresearch's
 shape, and on a T4 autoresearch PR 268, here `PORT`, whose 63.4 k tokens a second are 60.8 k without its 11 untimed
 steps. The T4's start, a rough guess, is checked by it, too: with those steps and 127 s for evaluating 21 M tokens it
 should be the 240 s outside the clock. What the model leaves out: a host that cannot keep up, power caps but for T4 and
@@ -149,7 +149,7 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
 # The start on a Colab's two virtual CPUs: seconds in all, of a compiled graph's node, of a fused kernel. The last two
 # are half as much again as two cores of a Xeon server take, and 0.84 of that, as on two cores of an H200's host without
 # collections and with one configuration a kernel (measured); the port has neither. Others than the T4 are taken to have
-# 16 cores, where an H200's 9 x 640 started in 30 to 51 s (measured), half as many.
+# 16 cores, where an H200's size has started in 22 to 51 s (measured), half as many.
 IMPORTS, TRACE, TRITON = 15.0, 0.0126, 0.21
 SERVER = 0.5
 
