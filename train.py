@@ -6,7 +6,7 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --sample "Once"  # text from the saved weights
 
 In the line of nanoGPT, nanochat, modded-nanogpt and karpathy/autoresearch. This file is the experiment: edit it.
-prepare.py holds what an experiment cannot move (data, metric, clock, log), kernels.py the loss and the 4-bit linear.
+prepare.py holds what an experiment cannot move (data, metric, clock, log), kernels.py the loss and other operators.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ ROPE_BASE = 200_000        # of the rotary embedding, whose longest wavelength i
 SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP); None: as they are
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
-X0_LAMBDA = 0.05           # share of the embeddings that enters each block at the start
-FOUR_BIT = False           # train the matrices of attention and MLPs as NF4, with fp32 masters
+X0_LAMBDA = 0.05           # share of the first hidden states that enters every other block at the start
+FOUR_BIT = False           # train the matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5      # of those that are experts', as each sees few of the tokens
@@ -38,11 +38,11 @@ EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, s
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
-X0_LR = 0.5                # per-layer scalars of the token embedding (AdamW)
+X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW)
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ROUTER_LR = 0.003          # routers of the experts (AdamW)
-BALANCE_RATE = 0.01        # what each step adds to the bias of an expert with less than its share of tokens
+BALANCE_RATE = 0.01        # step of an expert's bias: up below its share of tokens, down above it
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -53,7 +53,7 @@ FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 @dataclass(frozen=True)
 class Layer:
     full_heads: int    # heads, the first ones, that see the whole context
-    window: int        # tokens that the others see: FA3 slides it, SDPA cuts pieces of it
+    window: int        # tokens before it that a token sees with the others: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
     value_embed: bool  # whether the token's embeddings enter again: one of the values, and the first ones
 
@@ -63,8 +63,9 @@ def layers(config):
 
     Only three kinds, as each costs seconds of compilation.
     """
+    window = min(config.window, config.seq_len)
     return [
-        Layer(config.full_heads * (i % 4 == 0), config.window, shift=i % 2 * config.window // 2, value_embed=i % 2 == 0)
+        Layer(config.full_heads * (i % 4 == 0), window, shift=i % 2 * window // 2, value_embed=i % 2 == 0)
         for i in reversed(range(config.depth))  # i = 0 is the last layer
     ]
 
@@ -122,6 +123,7 @@ def pick_size(peak_flops: float) -> Config:
 
 def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(budget), to a power of two: few tokens make most of small batches."""
+    assert config.total_batch_size % config.seq_len == 0, f"seq_len must divide total_batch_size: {config}"
     sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
     device_batch_size = min(config.device_batch_size, sequences)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
@@ -205,8 +207,7 @@ def induction(idx):
     Tokens (B, T) to tokens (B, T), and whether they did occur, (B, T).
     """
     key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
-    again = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
-    before = torch.where(again, order.roll(1, dims=1), -1)
+    before = F.pad(torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1), (1, 0), value=-1)
     before = torch.empty_like(order).scatter_(1, order, before)  # where they ended, or -1
     return idx.gather(1, before + 1), before >= 0
 
@@ -219,7 +220,7 @@ class Attention(nn.Module):
         self.n_head, self.head_dim = config.n_embd // config.head_dim, config.head_dim
         self.layer, self.flash = layer, flash
         assert config.n_embd % config.head_dim == 0 and layer.full_heads <= self.n_head, config
-        assert flash or config.seq_len % min(layer.window, config.seq_len) == 0, f"SDPA cuts whole pieces: {config}"
+        assert flash or config.seq_len % layer.window == 0, f"SDPA cuts whole pieces: {config}"
         self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
@@ -256,7 +257,7 @@ class Attention(nn.Module):
         W, S = (window, self.layer.shift) if window < T else (T, 0)
         if S:
             q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
-        q, k, v = (t.reshape(-1, W, H, D).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
+        q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return y.reshape(B, -1, H, D)[:, S : S + T]
 
@@ -369,7 +370,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
             if p.ndim > 1:  # c_proj starts at zero, so that every block is the identity
-                scale = 0 if "c_proj" in name or "attn.gate" in name else 1 if "embed" in name else INIT_SCALE
+                scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
             nn.init.ones_(block.residual_lambda)
@@ -522,17 +523,17 @@ def muon_update(p, update, second_moment, scale, rate, hyper, skip):
 
 
 def as_stack(t):
-    """A matrix, or some below each other, as a view (n, R, C), R >= C: squares if one side is a multiple of the other
-    (so q, k and v count separately), else the whole."""
-    t = t.flatten(0, -2)
-    t = t.mT if t.size(0) < t.size(1) else t
-    return t.unflatten(0, (-1, t.size(1))) if t.size(0) % t.size(1) == 0 else t[None]
+    """A matrix (R, C), or one per expert (E, R, C), as a view (n, R, C), R >= C: each in squares if one side is a
+    multiple of the other (so q, k and v count separately), else whole."""
+    t = t.view(-1, *t.shape[-2:])
+    t = t.mT if t.size(1) < t.size(2) else t
+    return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if t.size(1) % t.size(2) == 0 else t
 
 
 def from_stack(stack, shape):
     """The view of that shape whose as_stack is this stack."""
-    t = stack.flatten(0, 1)
-    return (t if t.size(1) == shape[-1] else t.mT).view(shape)
+    t = stack.view(-1, max(shape[-2:]), min(shape[-2:]))
+    return (t if shape[-2] >= shape[-1] else t.mT).view(shape)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -556,13 +557,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
                 # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
-                shares = [min(1, p.numel() / p.size(-1) ** 2) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
+                shares = [min(1, p.size(-2) / p.size(-1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
                 scales = [share**0.5 for share in shares]
                 rates = [EXPERT_LR_SCALE if p.ndim == 3 else 1.0 for p in params]
-                scale, rate = (
-                    torch.cat([torch.full_like(s[:, :1, :1], value) for s, value in zip(stacks, values)])
-                    for values in (scales, rates)
-                )
+                ones = [torch.ones_like(s[:, :1, :1]) for s in stacks]
+                scale, rate = (torch.cat([one * v for one, v in zip(ones, values)]) for values in (scales, rates))
                 group["stack"] = stack = torch.cat(stacks)  # (n, R, C); the parameters become views of it
                 for p, part in zip(params, stack.split([len(s) for s in stacks])):
                     p.data = from_stack(part, p.shape)
@@ -611,36 +610,34 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the first group whose key its name contains, other matrices of the blocks to Muon."""
+    """A parameter goes to the group whose key is a part of its name, other matrices of the blocks to Muon."""
     adamw_scale = (model.config.n_embd / 768) ** -0.5  # of nanochat, tuned at width 768
 
-    def adamw(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
-        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[])
+    def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
+        initial = dict(initial_lr=lr, initial_weight_decay=weight_decay)
+        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[], **initial)
 
     groups = {
-        "lm_head": adamw(UNEMBEDDING_LR * adamw_scale),
-        "ngram_embeds": adamw(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
-        "induction_embed": adamw(INDUCTION_LR * adamw_scale),
-        "value_embed": adamw(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
-        "embed": adamw(EMBEDDING_LR * adamw_scale),
-        "x0_lambda": adamw(X0_LR, betas=(0.96, 0.95)),
-        "residual_lambda": adamw(RESIDUAL_LR),
-        "attn.gate": adamw(GATE_LR),
-        "router": adamw(ROUTER_LR),
+        "lm_head": group(UNEMBEDDING_LR * adamw_scale),
+        "ngram_embeds": group(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
+        "induction_embed": group(INDUCTION_LR * adamw_scale),
+        "value_embed": group(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
+        "embed": group(EMBEDDING_LR * adamw_scale),
+        "x0_lambda": group(X0_LR, betas=(0.96, 0.95)),
+        "residual_lambda": group(RESIDUAL_LR),
+        "attn.gate": group(GATE_LR),
+        "router": group(ROUTER_LR),
     }
     for name, p in model.named_parameters():
-        key = next((key for key in groups if isinstance(key, str) and key in name), None)
-        if key is None and name.startswith("blocks.") and (p.ndim == 2 or ".experts." in name):
+        key = next((key for key in groups if isinstance(key, str) and f".{key}." in f".{name}."), None)
+        if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name):
             key = tuple(as_stack(p).shape[1:])
-            groups.setdefault(key, adamw(MATRIX_LR, None, MATRIX_DECAY, "muon"))
+            groups.setdefault(key, group(MATRIX_LR, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"].append(p)
     for table in model.ngram_embeds:
         table.sparse = True  # gradients of touched rows only
-    groups = [group for group in groups.values() if group["params"]]
-    for group in groups:
-        group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
-    return MuonAdamW(groups, model.dtype)
+    return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
 
 
 # ---- Schedules, driven by the clock

@@ -33,7 +33,8 @@ VARIANTS = [
     ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
     ("_row_adam_kernel", TABLE, {"C": 128, "BLOCK": 128}, 4),
     ("_row_adam_kernel", TABLE, {"C": 384, "BLOCK": 512}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 640, "BLOCK": 1024}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 512, "BLOCK": 512}, 4),
+    ("_row_adam_kernel", TABLE, {"C": 768, "BLOCK": 1024}, 4),
     ("_row_adam_kernel", TABLE, {"C": 896, "BLOCK": 1024}, 4),
 ]
 

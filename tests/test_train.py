@@ -105,6 +105,11 @@ def test_the_batch_follows_the_square_root_of_the_budget(seconds, batch, device_
     assert (config.total_batch_size, config.device_batch_size) == (batch, device_batch_size)
 
 
+def test_a_batch_of_a_fraction_of_a_sequence_is_refused():
+    with pytest.raises(AssertionError, match=r"seq_len must divide total_batch_size: .*total_batch_size=100,"):
+        train.scale_batch(dataclasses.replace(TINY, total_batch_size=100), 300)
+
+
 def test_another_depth_leaves_the_last_layers_as_they_are():
     for config in (train.SIZES[1][1], train.SIZES[-1][1]):
         deeper = dataclasses.replace(config, depth=config.depth + 1)
@@ -127,6 +132,12 @@ def test_model_is_causal(window):
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
     assert (before[:, 41:] - after[:, 41:]).abs().max() > 1e-3, "a token must change what follows it"
+
+
+def test_rows_that_pieces_do_not_divide_are_refused_and_never_mixed():
+    model, _ = build(dataclasses.replace(TINY, window=16))
+    with pytest.raises(RuntimeError, match="16"):
+        model(torch.randint(VOCAB, (2, 24)))
 
 
 def test_pieces_of_a_shifted_layer_span_the_cuts_of_the_others():
@@ -254,6 +265,8 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     matrices = 3 * 12 * 64 * 64 + 64 * VOCAB + (4 + 2 + 4) * 32  # blocks, lm_head, gates of 2 heads, twice with values
     keys = 16 + 16 + 64
     assert model.flops_per_token() == 6 * matrices + 12 * 64 * keys
+    wide, _ = build(dataclasses.replace(TINY, window=2 * TINY.seq_len))
+    assert wide.flops_per_token() == build()[0].flops_per_token() == 6 * matrices + 12 * 64 * 3 * TINY.seq_len
     for per_token in (1, 2):  # as wide as before, and a router
         experts, _ = build(dataclasses.replace(config, experts=4, per_token=per_token))
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
@@ -326,6 +339,20 @@ def test_a_parameter_without_a_group_is_named():
     model.blocks[1].mlp.bias = torch.nn.Parameter(torch.zeros(8))
     with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.mlp.bias (8,)")):
         train.make_optimizer(model)
+    model, _ = build(dataclasses.replace(TINY, experts=4))
+    model.blocks[1].experts.shift = torch.nn.Parameter(torch.zeros(4, 8))
+    with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.experts.shift (4, 8)")):
+        train.make_optimizer(model)
+
+
+def test_a_matrix_is_not_taken_for_one_whose_name_its_own_contains():
+    model, _ = build()
+    block = model.blocks[1]
+    new = block.mlp.embed_proj, block.attn.gate_proj, block.attn.router_q = [train.Linear(64, 64) for _ in range(3)]
+    model.init_weights()
+    muon = {p for group in train.make_optimizer(model).param_groups if group["kind"] == "muon" for p in group["params"]}
+    for linear in new:
+        assert linear.weight in muon and 0 < linear.weight.abs().max() < 1
 
 
 def test_a_parameter_that_init_weights_forgets_is_named():
