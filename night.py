@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     os.setsid()
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
-    head, before = prepare.git_head(), len(prepare.read_results())
+    head, dataset, before = prepare.git_head(), prepare.dataset_id(), len(prepare.read_results())
     os.environ["AUTORESEARCH_HEAD"] = "\t".join(head)  # of every row from here on, train.py's too
     stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     logged = not args.budget or IN_A_WAVE in os.environ
     if logged and all(row["commit"] != head[0] for row in prepare.read_results()[before:]):
         reason = [*reasons, why(code, "".join(stderr))][0]
-        row = dict(gpu=prepare.gpu_name() + args.budget, dataset=prepare.dataset_id(), reason=reason)
+        row = dict(gpu=prepare.gpu_name() + args.budget, dataset=dataset, reason=reason)
         prepare.log_result(val_bpb=0.0, memory_gb=0.0, **row)
     return code if code >= 0 else 128 - code
 
@@ -141,7 +141,7 @@ def rows_on(gpu: str, dataset: str) -> list[dict]:
 def wave(args: argparse.Namespace) -> None:
     """Trains every revision with every seed that has no row yet; prints a table."""
     runs = {}
-    log = git("log", "--no-walk=unsorted", "--format=%H %s", *args.revisions, "--")
+    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *args.revisions, "--")
     for line in log.decode(errors="replace").splitlines():
         commit, _, subject = line.partition(" ")
         for seed in args.seeds or [None]:
@@ -165,6 +165,8 @@ def start_ray(args: argparse.Namespace) -> tuple[str, str]:
 
     Returns what the gpu column says of this machine's first GPU, and a pattern of what it may say in a wave.
     """
+    if "AUTORESEARCH_CACHE" in os.environ:
+        os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
     os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
     try:
@@ -189,7 +191,8 @@ def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suff
     import ray
 
     dataset = prepare.dataset_id()
-    done = [] if args.again else [name_of(row) for row in rows_on(pattern, dataset)]
+    rows = [] if args.again else rows_on(pattern, dataset)
+    done = [name_of(row) for row in rows if not args.score or TEST in row["description"] or row["status"] == "crash"]
     todo = [run for run in runs if run not in done]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
     kind = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
@@ -216,7 +219,8 @@ def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suff
         row = dict(val_bpb=0.0, memory_gb=0.0, status="crash", description=f"[{reason}]", gpu=gpu, dataset=dataset)
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(rows)
-            row = [row, *prepare.read_results(file.name)][-1]
+            left = [row, *prepare.read_results(file.name)]
+        row = max(reversed(left), key=lambda row: row["status"] != "crash")  # a score that fails leaves val_bpb
         crashed, end = row.pop("status") == "crash", row["description"]
         row["reason"] = end.rpartition("[")[2].rstrip("]") if crashed else ""
         row |= dict(commit=run[0], description=run[1] + "".join(end.partition(TEST)[1:]), gpu=row["gpu"] + suffix)
@@ -253,7 +257,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
 
     folder = prepare.current_dataset()
     source = folder.name.partition("@")[0]
-    known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
+    known = folder.name in (*prepare.HUB, prepare.local_files("embedded")[0])  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
     given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes()}, [command]

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -243,6 +244,8 @@ class TokenStream:
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
         assert split in ("train", "val", "test"), f"split is train, val or test, not {split}"
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shard stays an open file
         shards = [open_shard(path, tokenizer.fingerprint, verify) for path in shard_paths(tokenizer.directory, split)]
         self.tokens, self.checksums = zip(*shards, strict=True)
         self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
@@ -378,7 +381,7 @@ def git_head() -> tuple[str, str]:
     if head := os.environ.get("AUTORESEARCH_HEAD"):
         return tuple(head.split("\t", 1))
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "log", "-1", "--format=%H%x09%s"]
+        command = ["git", "log", "-1", "--no-show-signature", "--format=%H%x09%s"]
         out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
         return commit[:7], subject
@@ -506,7 +509,7 @@ def gpu_name() -> str:
 
 def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
     """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
-    budget = f", {tokens / 1e6:g} M tokens" if tokens else f", {seconds:g} s" if seconds else ""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
     return (f" as {gpu}" if gpu else "") + budget
 
 
@@ -607,10 +610,10 @@ def save_weights(model) -> None:
     import torch
     from safetensors.torch import save_file
 
-    for left in WEIGHTS.parent.glob(f"{WEIGHTS.name}.*"):  # by a killed run
-        if not Path("/proc", left.suffix[1:]).exists():
+    for left in WEIGHTS.parent.glob(f"{WEIGHTS.name}.part*"):  # by a killed run
+        if not Path("/proc", left.suffix[5:]).exists():
             left.unlink(missing_ok=True)
-    part = WEIGHTS.with_suffix(f".safetensors.{os.getpid()}")
+    part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
     state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
@@ -728,7 +731,7 @@ class Tokenizer:
             if cls.dump(ranks) != data or b"" in ranks or not every_byte <= ranks.keys() or len(ranks) > 65000:
                 raise ValueError("not distinct tokens, each on the line of its rank, every byte among them")
         except (OSError, ValueError) as error:
-            raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py again") from None
+            raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py as before") from None
         fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
         return cls(ranks, fingerprint, path.parent)
 
@@ -793,7 +796,7 @@ def get_token_bytes(device="cpu"):
 MAGIC = b"tokshard\1\0\0\0"  # with version 1
 HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
 
-NO_TEST = "no test split in {0} yet: delete {0}/train_* and run prepare.py again (moves 5% of a folder's train)"
+NO_TEST = "no test split in {0} yet: delete {0}/train_* and run prepare.py as before (moves 5% of a folder's train)"
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
@@ -809,7 +812,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         if verify and hashlib.sha256(tokens).digest() != checksum:
             raise ValueError("damaged tokens")
     except (OSError, ValueError, struct.error) as error:
-        raise PrepareError(f"{path}: {error}; delete it and train_shards there, and run prepare.py again") from None
+        raise PrepareError(f"{path}: {error}; delete it and train_shards there, and run prepare.py as before") from None
     return tokens, checksum
 
 
@@ -817,8 +820,8 @@ def shard_paths(directory: Path, split: str) -> list[Path]:
     count = b""
     with suppress(OSError):
         count = (directory / "train_shards").read_bytes()
-    if not re.fullmatch(rb"[1-9]\d{0,3}\n", count):
-        raise PrepareError(f"{directory} is not prepared to the end: run prepare.py again")
+    if not re.fullmatch(rb"[1-9]\d{0,4}\n", count):
+        raise PrepareError(f"{directory} is not prepared to the end: run prepare.py as before")
     paths = [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
     if split == "test" and not paths[0].exists():
         raise PrepareError(NO_TEST.format(directory))
@@ -1116,7 +1119,7 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(f"{one_line(error)}: free some space there, or give another folder with --cache")
+        sys.exit(f"{one_line(error)}: if the disk is full, free some space or give another folder with --cache")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
 

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,7 +262,7 @@ def test_exit_status_options_and_output_are_those_of_train_py(night):
 def test_a_budget_set_by_hand_leaves_no_crash_row(night):
     """Nor would it leave a row if it were good."""
     night.edit("smoke", "os._exit(1)")
-    night.run("python night.py run --seconds 5; python night.py run --tokens=5")
+    night.run("python night.py run --seconds 5; python night.py run --tokens=5; python night.py run --seconds 0")
     assert night.rows() == []
 
 
@@ -285,6 +286,15 @@ def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
 def test_a_commit_during_a_run_is_not_the_one_in_its_row(night):
     night.experiment("idea A", "os.system('git commit -q --allow-empty -m later')\n    val_bpb = 1.2")
     assert [row["description"] for row in night.rows()] == ["idea A"]
+
+
+def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(night, tmp_path):
+    cache = shutil.copytree(night.env["AUTORESEARCH_CACHE"], tmp_path / "cache")
+    night.env["AUTORESEARCH_CACHE"] = str(cache)
+    own = (cache / "current").read_text().strip()
+    shutil.copytree(cache / own, cache / "other")
+    night.experiment("idea", f"open({str(cache / 'current')!r}, 'w').write('other\\n')\n    os._exit(3)")
+    assert [row["dataset"].partition("-")[0] for row in night.rows()] == [own.partition("@")[0]]
 
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):

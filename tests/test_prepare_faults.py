@@ -111,7 +111,7 @@ def test_a_dataset_not_prepared_to_the_end_is_not_used(prepared, tmp_path, monke
         (tokenizer.directory / "train_shards").unlink(missing_ok=True)
         if content is not None:
             (tokenizer.directory / "train_shards").write_bytes(content)
-        with pytest.raises(PrepareError, match=r"run prepare\.py again"):
+        with pytest.raises(PrepareError, match=r"run prepare\.py as before"):
             next(prepare.make_dataloader(tokenizer, 1, 8, "train"))
 
 

@@ -1,7 +1,9 @@
 """Train, validation and test: no document is in two of them, each is in order; dataset_id tells them apart."""
 
 import hashlib
+import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from http_faults import FaultyServer, respond
-from small_corpus import run_prepare, texts, tree, write_corpus, write_parquet
+from small_corpus import ROOT, run_prepare, texts, tree, write_corpus, write_parquet
 
 import prepare
 from prepare import PrepareError, Tokenizer
@@ -127,6 +129,20 @@ def test_a_folder_of_one_document_per_file_is_split_by_files(tmp_path):
     write_texts(tmp_path / "data", *([document] for document in numbered(0, 100)))
     splits = splits_of(prepare.prepare(str(tmp_path / "data")))
     assert splits == {"train": numbered(0, 94), "test": numbered(94, 99), "val": numbered(99, 100)}
+
+
+def test_there_may_be_more_shards_than_open_files_are_allowed_at_first(tmp_path, cache):
+    write_texts(tmp_path / "data", *([document] for document in numbered(0, 100)))
+    prepare.prepare(str(tmp_path / "data"))
+    code = "import prepare; print(len(prepare.TokenStream(prepare.Tokenizer.from_directory(), 'train').tokens))"
+    command = ["bash", "-c", f'ulimit -S -n 64; exec {sys.executable} -c "{code}"']
+    environment = os.environ | {"AUTORESEARCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "94\n"
+
+
+def test_shards_are_counted_beyond_9999(tmp_path):
+    (tmp_path / "train_shards").write_text("10259\n")
+    assert prepare.shard_paths(tmp_path, "train")[-1].name == "train_10258.bin"
 
 
 def test_a_lone_file_of_the_test_files_name_is_no_test_file(tmp_path):
@@ -306,7 +322,7 @@ def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(folder)])
     prepare.main()
     line, ready = capsys.readouterr().out.splitlines()[-2:]
-    assert line.startswith(f"no test split in {old} yet: delete {old}/train_* and run prepare.py again (moves 5%")
+    assert line.startswith(f"no test split in {old} yet: delete {old}/train_* and run prepare.py as before (moves 5%")
     assert ready.startswith(f"ready: {prepare.dataset_id(old)}, ") and ready.endswith(f" val tokens, in {old}")
     assert prepare.current_dataset() == old and tree(old) == before
     with pytest.raises(PrepareError, match=r"no test split in .* yet: delete"):
