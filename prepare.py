@@ -851,7 +851,7 @@ def hub_splits(data: str, num_shards: int | None) -> Splits:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
         num_shards = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
         if num_shards == 1:
-            print("no GPU here, so one shard: for one elsewhere give --num-shards 2 (a T4) or 10 (an A100 and up)")
+            print("no GPU here, so one shard; for a GPU elsewhere give --num-shards 2 (T4, V100) or 10 (a newer one)")
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [(raw / f"shard_{i:05d}.parquet", 0, None) for i in range(num_shards)]
