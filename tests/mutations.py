@@ -283,6 +283,7 @@ SECTIONS = [
     ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
         ("else t).contiguous() for", "else t) for"),
         ('if status == "keep" and os', 'if status != "discard" and os'),
+        ('glob(f"{WEIGHTS.name}.part*")', 'glob(f"{WEIGHTS.name}.*")'),
     ]),
     ("The compiler", "prepare.py", ["test_gpu.py", "-k", "inductor"], [
         ("== ReductionHint.DEFAULT", "!= ReductionHint.INNER"),
@@ -352,6 +353,14 @@ SECTIONS = [
     ]),
     ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
+    ]),
+    ("The report", "night.py", ["test_report.py", "-k", "test_split or test_score"], [
+        ("not args.score or TEST in", "True or TEST in"),
+        ('key=lambda row: row["status"] != "crash")', "key=lambda row: 0)"),
+        ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
+    ]),
+    ("A run in a night", "night.py", ["test_night.py", "-k", "dataset_that"], [
+        ("dataset=dataset, reason=reason)", "dataset=prepare.dataset_id(), reason=reason)"),
     ]),
 ]  # fmt: skip
 
