@@ -382,7 +382,7 @@ class Bug:
             folder = Path(folder)
             shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
             for path in ROOT.iterdir():
-                if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb"):
+                if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
                     shutil.copy(path, folder)
             (folder / self.file).write_text((folder / self.file).read_text().replace(self.old, self.new))
             process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(folder, self.tests))

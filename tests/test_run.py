@@ -730,14 +730,14 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
         block.experts.bias.copy_(torch.tensor([-1.0, 1.0]))  # without it tokens would find other experts
     train.make_optimizer(model)  # from now on, matrices are views, wide ones with another layout
     before = [p.clone() for p in model.parameters()]
-    (tmp_path / "model.safetensors.best").touch()
+    (tmp_path / "model.safetensors.yesterday").touch()
     prepare.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
     loaded = prepare.load_weights(train.build_model, torch.device("cpu"), None)
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0.02)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "model.safetensors.best"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "model.safetensors.yesterday"}
 
 
 def test_garbage_in_place_of_the_weights_ends_the_process_with_its_line_alone(clone):
