@@ -53,7 +53,7 @@ FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 @dataclass(frozen=True)
 class Layer:
     full_heads: int    # heads, the first ones, that see the whole context
-    window: int        # tokens before it that a token sees with the others: FA3 slides it, SDPA cuts pieces of it
+    window: int        # earlier tokens that the others see: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
     value_embed: bool  # whether the token's embeddings enter again: one of the values, and the first ones
 
