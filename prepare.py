@@ -461,11 +461,12 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def start_compiler() -> None:
-    """Starts Inductor's processes, which get ready while the model is built, and changes four of PyTorch's defaults.
+    """Starts Inductor's processes, which get ready while the model is built, and changes five of PyTorch's defaults.
 
-    Inductor would time two configurations of most kernels, and GEMMs with padded operands: 2 s and 1 s of a start on an
-    H200, for nothing faster. It would read the rows of an RMSNorm several times where other parts of a kernel flip or
-    sum them: 2% of a step there (all measured). AOTAutograd would not cache a graph with a custom autograd function.
+    Inductor would compile and time several configurations of each reduction over short rows, two of most other kernels,
+    and GEMMs with padded operands: 6, 2 and 1 s of a start on an H200, for nothing faster. It would read the rows of an
+    RMSNorm several times where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd
+    would not cache a graph with a custom autograd function.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -477,6 +478,8 @@ def start_compiler() -> None:
     from torch._inductor.virtualized import V
 
     config.triton.autotune_pointwise = config.shape_padding = False
+    if hasattr(config.test_configs, "force_filter_reduction_configs"):  # not in PyTorch 2.9
+        config.test_configs.force_filter_reduction_configs = True
     aot_autograd.autograd_cache_allow_custom_autograd_functions = True
     default = InductorChoices.should_use_persistent_reduction
 

@@ -147,10 +147,10 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
 
 
 # The start on a Colab's two virtual CPUs: seconds in all, of a compiled graph's node, of a fused kernel. The last two
-# are half as much again as two cores of a Xeon server take, and 0.84 of that, as on two cores of an H200's host without
-# collections and with one configuration a kernel (measured); the port has neither. Others than the T4 are taken to have
-# 16 cores, where an H200's size has started in 22 to 51 s (measured), half as many.
-IMPORTS, TRACE, TRITON = 15.0, 0.0126, 0.21
+# are 1.25 times what two cores of an H200's host take (measured: 17.0 s for a T4's size; the port, which compiles
+# several configurations of a reduction, takes longer). Others than the T4 are taken to have 16 cores, where an H200's
+# size has started in 20 to 51 s (measured), half as many.
+IMPORTS, TRACE, TRITON = 15.0, 0.0126, 0.086
 SERVER = 0.5
 
 PORT = train.Config(
