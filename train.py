@@ -300,7 +300,7 @@ class Experts(nn.Module):
         rank, best = score + self.bias, []
         for _ in range(K):  # Inductor has no kernel for topk
             best.append(rank.argmax(-1, keepdim=True))
-            rank = rank.scatter(1, best[-1], -math.inf)
+            rank = rank.masked_fill(torch.arange(E, device=x.device) == best[-1], -math.inf)
         expert = torch.cat(best, 1)  # (N, K)
         place, row_at, owner, tokens = group_rows(expert.flatten(), E)
         self.load += tokens

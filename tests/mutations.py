@@ -97,7 +97,7 @@ SECTIONS = [
         ("token_at = row_at // K", "token_at = row_at % N"),
         ("rank, best = score + self.bias, []", "rank, best = score, []"),
         ("rank.argmax(-1, keepdim=True)", "rank.argmin(-1, keepdim=True)"),
-        ("rank = rank.scatter(1, best[-1], -math.inf)", "pass"),
+        ("== best[-1], -math.inf)", "!= best[-1], -math.inf)"),
         ("h.view(-1, C) * weight", "h.view(-1, C)"),
         ("self.load += tokens", "self.load += 1"),
         ("self.load += tokens", "self.load.copy_(tokens)"),
