@@ -86,8 +86,8 @@ class Config:
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
-    experts: int = 0        # beside an MLP of half the width; 0: one MLP for all tokens
-    per_token: int = 1      # experts for each token, together as wide as that MLP
+    num_experts: int = 0    # beside an MLP of half the width; 0: one MLP for all tokens
+    experts_per_token: int = 1  # together as wide as that MLP
     vocab_size: int = VOCAB_SIZE
 
 
@@ -269,7 +269,7 @@ def leaky_relu_squared(x):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        width = (2 if config.experts else 4) * config.n_embd
+        width = (2 if config.num_experts else 4) * config.n_embd
         self.c_fc, self.c_proj = block_linear(config.n_embd, width), block_linear(width, config.n_embd)
 
     def forward(self, x):
@@ -285,17 +285,17 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        E, C = config.experts, config.n_embd
-        self.per_token = config.per_token
-        assert self.per_token <= E and 2 * C % self.per_token == 0, config
+        E, K, C = config.num_experts, config.experts_per_token, config.n_embd
+        assert K <= E and 2 * C % K == 0, config
+        self.experts_per_token = K
         self.router = Linear(C, E)
-        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // self.per_token, C)) for _ in range(2))
+        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))
         self.register_buffer("bias", torch.zeros(E))
         self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
 
     def forward(self, x):
         B, T, C = x.shape
-        N, K, E = B * T, self.per_token, len(self.bias)
+        N, K, E = B * T, self.experts_per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(N, E)
         rank, best = score + self.bias, []
         for _ in range(K):  # Inductor has no kernel for topk
@@ -318,7 +318,7 @@ class Block(nn.Module):
     def __init__(self, config, layer, flash):
         super().__init__()
         self.attn, self.mlp = Attention(config, layer, flash), MLP(config)
-        self.experts = Experts(config) if config.experts else None
+        self.experts = Experts(config) if config.num_experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
         self.x0_lambda = nn.Parameter(torch.empty(())) if layer.value_embed else None  # and of the first embeddings
 
@@ -432,7 +432,7 @@ class GPT(nn.Module):
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
         lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         experts = [m for m in self.modules() if isinstance(m, Experts)]
-        idle = sum((m.c_fc.numel() + m.c_proj.numel()) * (1 - m.per_token / len(m.bias)) for m in experts)
+        idle = sum((m.c_fc.numel() + m.c_proj.numel()) * (1 - m.experts_per_token / len(m.bias)) for m in experts)
         matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - lookups - idle
         H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
         keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))

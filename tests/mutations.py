@@ -269,7 +269,7 @@ SECTIONS = [
         ("layer.full_heads * T", "layer.full_heads * layer.window"),
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
         ("6 * matrices + 12", "2 * matrices + 12"),
-        ("m.per_token / len(m.bias)", "1 / len(m.bias)"),
+        ("m.experts_per_token / len(m.bias)", "1 / len(m.bias)"),
     ]),
     ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once or cudnn"], [
         ("SDPA_BACKENDS[2 * (self.dtype == torch.float16) :]", "SDPA_BACKENDS"),

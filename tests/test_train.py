@@ -181,7 +181,8 @@ def twelve_kinds(config):
 )
 def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, layers, compilations):
     monkeypatch.setattr(train, "layers", layers)
-    model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, experts=3, per_token=2))
+    experts = dict(num_experts=3, experts_per_token=2)
+    model, _ = build(dataclasses.replace(TINY, depth=depth, window=TINY.seq_len // 4, **experts))
     train_a_little(model, steps=1)
     x, y, _ = next(batches())
     expected = model(x, y).item()
@@ -268,21 +269,21 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     wide, _ = build(dataclasses.replace(TINY, window=2 * TINY.seq_len))
     assert wide.flops_per_token() == build()[0].flops_per_token() == 6 * matrices + 12 * 64 * 3 * TINY.seq_len
     for per_token in (1, 2):  # as wide as before, and a router
-        experts, _ = build(dataclasses.replace(config, experts=4, per_token=per_token))
+        experts, _ = build(dataclasses.replace(config, num_experts=4, experts_per_token=per_token))
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
 @pytest.mark.parametrize("experts, per_token", [(2, 3), (8, 6)], ids=["too many", "not equal parts of 128 columns"])
 def test_experts_refuse_a_number_for_each_token_that_cannot_be(experts, per_token):
-    with pytest.raises(AssertionError, match=f"per_token={per_token}"):
-        build(dataclasses.replace(TINY, experts=experts, per_token=per_token))
+    with pytest.raises(AssertionError, match=f"experts_per_token={per_token}"):
+        build(dataclasses.replace(TINY, num_experts=experts, experts_per_token=per_token))
 
 
 @pytest.mark.parametrize("experts, per_token", [(3, 1), (8, 1), (16, 1), (32, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, experts, per_token, device):
     torch.manual_seed(0)
-    module = train.Experts(dataclasses.replace(TINY, experts=experts, per_token=per_token)).to(device)
+    module = train.Experts(dataclasses.replace(TINY, num_experts=experts, experts_per_token=per_token)).to(device)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.1)
     x = torch.randn(4, 512, TINY.n_embd, device=device, dtype=dtype, requires_grad=True)
@@ -307,7 +308,8 @@ def test_fa3_and_sdpa_agree_where_every_layer_sees_the_whole_context():
     flash = train.load_fa3()
     if flash is None:
         pytest.skip("flash_attn_interface is not installed")
-    sizes = dict(depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB, experts=0)  # whose choice a rounding may flip
+    sizes = dict(depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB)
+    sizes |= dict(num_experts=0)  # whose choice a rounding may flip
     config = dataclasses.replace(train.SIZES[-1][1], **sizes)
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -339,7 +341,7 @@ def test_a_parameter_without_a_group_is_named():
     model.blocks[1].mlp.bias = torch.nn.Parameter(torch.zeros(8))
     with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.mlp.bias (8,)")):
         train.make_optimizer(model)
-    model, _ = build(dataclasses.replace(TINY, experts=4))
+    model, _ = build(dataclasses.replace(TINY, num_experts=4))
     model.blocks[1].experts.shift = torch.nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.experts.shift (4, 8)")):
         train.make_optimizer(model)

@@ -309,7 +309,7 @@ def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, token
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16 with a loss scale"])
 def test_a_run_is_bit_for_bit_what_it_is_without_warm_up(run, dtype):
-    config = settings(experts=2)
+    config = settings(num_experts=2)
     warm, cold = (run(8 * T * 4, config=config, dtype=dtype, warm_up=warm_up) for warm_up in (True, False))
     assert equal(warm.initial, cold.initial)
     assert equal(warm.final, cold.final)
@@ -318,7 +318,7 @@ def test_a_run_is_bit_for_bit_what_it_is_without_warm_up(run, dtype):
 
 
 def test_each_step_balances_the_experts(run):
-    model = run(8 * T * 3, config=settings(experts=2)).model
+    model = run(8 * T * 3, config=settings(num_experts=2)).model
     for block in model.blocks:
         up, down = sorted(block.experts.bias.tolist())  # two experts: one's gain is the other's loss
         assert up == -down and abs(up / train.BALANCE_RATE) in (pytest.approx(1), pytest.approx(3))
