@@ -290,6 +290,7 @@ SECTIONS = [
         ("features.reduction_numel, 1024)", "features.reduction_numel, 512)"),
         ("(unsure and short) or default", "unsure or default"),
         ("staticmethod(in_one_pass)", "staticmethod(default)"),
+        ("force_filter_reduction_configs = True", "force_filter_reduction_configs = False"),
     ]),
     ("The warm-up", "prepare.py", ["test_train.py", "-k", "warm_up"], [
         ("        model.zero_grad(set_to_none=True)\n        print(f\"Out", "        print(f\"Out"),
