@@ -305,11 +305,13 @@ class Experts(nn.Module):
         place, row_at, owner, tokens = group_rows(expert.flatten(), E)
         self.load += tokens
         owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
-        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (self.c_fc, self.c_proj))
+        # flat, so that it and its gradient are transposed as they are cast, and not nine times as much of blocks
+        c_fc = self.c_fc.flatten(0, 1).to(x.dtype).unflatten(0, (E, -1)).mT
+        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (c_fc, self.c_proj))
         place, row_at = place.view(N, K), row_at.view(-1, 1)
         token_at = row_at // K
         h = sum_rows(x.reshape(N, C), token_at, place).view(len(owner), -1, C)
-        h = leaky_relu_squared(h @ c_fc.mT) @ c_proj
+        h = leaky_relu_squared(h @ c_fc) @ c_proj
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), row_at, place.view(-1, 1))
         return sum_rows(h.view(-1, C) * weight, place, token_at).view(B, T, C)
 

@@ -103,7 +103,7 @@ SECTIONS = [
         ("self.load += tokens", "self.load.copy_(tokens)"),
         ("2 * score.gather", "score.gather"),
         ("2 * score.gather", "2 * (score + self.bias).gather"),
-        ("leaky_relu_squared(h @ c_fc.mT) @ c_proj", "leaky_relu_squared(h @ c_proj.mT) @ c_fc"),
+        ("leaky_relu_squared(h @ c_fc) @ c_proj", "leaky_relu_squared(h @ c_proj.mT) @ c_fc.mT"),
         ("torch.sign(module.load.mean() - module.load)", "torch.sign(module.load - module.load.mean())"),
         ("torch.sign(module.load.mean() - module.load)", "(module.load.mean() - module.load)"),
         ("module.load.zero_()\n", "pass\n"),
