@@ -1,0 +1,31 @@
+"""Claims about bench_start.py: samples go to the phase and the work that a thread is in."""
+
+import threading
+from collections import Counter
+
+import pytest
+from bench_start import sample
+
+CALLS = {
+    "train.py": "forward",
+    "/x/torch/_dynamo/convert_frame.py": "compile",
+    "/x/torch/_inductor/graph.py": "codegen",
+}
+
+
+@pytest.mark.parametrize("depth, work", [(1, "other"), (2, "Dynamo"), (3, "Inductor")])
+def test_time_goes_to_the_phase_and_to_the_kind_of_work(depth, work):
+    started, ended = threading.Event(), threading.Event()
+    call = ended.wait
+    for file, function in [*CALLS.items()][:depth][::-1]:
+        scope = {"call": call}
+        exec(compile(f"def {function}(): call()", file, "exec"), scope)
+        call = scope[function]
+    thread = threading.Thread(target=call)
+    thread.start()
+    threading.Timer(0.2, started.set).start()
+    seconds = Counter()
+    sample(seconds, thread.ident, started)
+    ended.set()
+    assert seconds.keys() == {("forward", work)}
+    assert seconds.total() > 0.1
