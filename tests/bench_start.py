@@ -35,8 +35,8 @@ WORK = {
     "Triton in this process": "triton/compiler/compiler.py:compile",
     "the C compiler for Triton's launchers": "triton/runtime/build.py:",
     "choosing between configurations": "triton_heuristics.py:benchmark_all_configs",
-    "Inductor": "torch/_inductor/",
-    "AOTAutograd": "torch/_functorch/",
+    "Inductor": "torch/_inductor/compile_fx.py:codegen_and_compile",
+    "AOTAutograd and passes": "torch/_functorch/",
     "Dynamo": "torch/_dynamo/convert_frame.py:",
     "other": "",
 }

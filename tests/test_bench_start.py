@@ -8,8 +8,8 @@ from bench_start import sample
 
 CALLS = {
     "train.py": "forward",
-    "/x/torch/_dynamo/convert_frame.py": "compile",
-    "/x/torch/_inductor/graph.py": "codegen",
+    "torch/_dynamo/convert_frame.py": "compile",
+    "torch/_inductor/compile_fx.py": "codegen_and_compile",
 }
 
 
