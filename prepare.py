@@ -478,7 +478,7 @@ def start_compiler() -> None:
     from torch._inductor.virtualized import V
 
     config.triton.autotune_pointwise = config.shape_padding = False
-    if hasattr(config.test_configs, "force_filter_reduction_configs"):  # not in PyTorch 2.9
+    if hasattr(config.test_configs, "force_filter_reduction_configs"):  # as in deterministic mode; not in 2.9
         config.test_configs.force_filter_reduction_configs = True
     aot_autograd.autograd_cache_allow_custom_autograd_functions = True
     default = InductorChoices.should_use_persistent_reduction
