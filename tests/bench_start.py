@@ -4,7 +4,7 @@ Where a start goes, from `python train.py` until the clock starts: samples of wh
     python tests/bench_start.py [options of train.py]    # PyTorch's and Triton's caches are cold
     python tests/bench_start.py --warm [options]         # they are what the last run has left
 
-Prints the seconds of each phase, and of each kind of work in it, after a run of three seconds that is not logged.
+Prints the seconds of each phase, and of each kind of work in it, after a run of one step that is not logged.
 """
 
 import atexit
@@ -82,7 +82,7 @@ def main() -> None:
 
         start = prepare.Clock.start
         prepare.Clock.start = lambda clock: (start(clock), started.set())[0]
-        sys.argv = ["train.py", "--seconds=3", *options]
+        sys.argv = ["train.py", "--tokens=1", *options]  # with the batch of five minutes
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
