@@ -306,7 +306,7 @@ class Experts(nn.Module):
         self.load += tokens
         owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
         # transpose the experts, not their blocks (nine times as large); flatten() keeps the gradient contiguous
-        c_fc = self.c_fc.flatten(0, 1).to(x.dtype).unflatten(0, (E, -1)).mT
+        c_fc = self.c_fc.flatten(0, 1).unflatten(0, (E, -1)).mT
         c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (c_fc, self.c_proj))
         place, row_at = place.view(N, K), row_at.view(-1, 1)
         token_at = row_at // K
