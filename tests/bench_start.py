@@ -7,13 +7,13 @@ Where a start goes, from `python train.py` until the clock starts: samples of wh
 Prints the seconds of each phase, and of each kind of work in it, after a run of one step that is not logged.
 """
 
-import atexit
 import os
 import runpy
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -43,11 +43,7 @@ WORK = {
 
 
 def stack_of(frame) -> str:
-    frames = []
-    while frame:
-        frames.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
-        frame = frame.f_back
-    return "\n".join(frames)
+    return "\n".join(f"{f.f_code.co_filename}:{f.f_code.co_name}" for f, _ in traceback.walk_stack(frame))
 
 
 def sample(seconds: Counter, main: int, started: threading.Event) -> None:
@@ -73,7 +69,6 @@ def show(seconds: Counter) -> None:
 
 def main() -> None:
     seconds, started, options = Counter(), threading.Event(), [o for o in sys.argv[1:] if o != "--warm"]
-    atexit.register(show, seconds)
     with tempfile.TemporaryDirectory() as folder:
         if "--warm" not in sys.argv:
             os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -83,7 +78,10 @@ def main() -> None:
         start = prepare.Clock.start
         prepare.Clock.start = lambda clock: (start(clock), started.set())[0]
         sys.argv = ["train.py", "--tokens=1", *options]  # with the batch of five minutes
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        finally:
+            show(seconds)
 
 
 if __name__ == "__main__":

@@ -308,8 +308,8 @@ def test_fa3_and_sdpa_agree_where_every_layer_sees_the_whole_context():
     flash = train.load_fa3()
     if flash is None:
         pytest.skip("flash_attn_interface is not installed")
-    sizes = dict(depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB)
-    sizes |= dict(num_experts=0)  # whose choice a rounding may flip
+    # no experts, whose choice a rounding may flip
+    sizes = dict(depth=2, seq_len=256, ngram_rows=512, vocab_size=VOCAB, num_experts=0)
     config = dataclasses.replace(train.SIZES[-1][1], **sizes)
     torch.manual_seed(0)
     with torch.device("cuda"):
