@@ -794,12 +794,10 @@ def get_token_bytes(device="cpu"):
 
 
 # --------------------------------------------------------------------------------------------------------- token shards
-# A header of 128 bytes, then the tokens as uint16, all little-endian. Whatever follows them is ignored.
+# A header of 128 bytes, then the tokens as uint16, all little-endian
 
-MAGIC = b"tokshard\1\0\0\0"  # with version 1
-HEADER = struct.Struct("<12s4xQ8x32s32s32x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
-
-NO_TEST = "no test split in {0} yet: delete {0}/train_* and run prepare.py as before (moves 5% of a folder's train)"
+MAGIC = b"token shards, v2"  # of the first version there are datasets without a test split
+HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's fingerprint, tokens' SHA-256
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
@@ -807,7 +805,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
     try:
         data = np.memmap(path, "<u2", "r")
         magic, n, tokenizer, checksum = HEADER.unpack_from(data)
-        tokens = data[HEADER.size // 2 :][:n]
+        tokens = data[HEADER.size // 2 :]
         if (magic, tokenizer) != (MAGIC, fingerprint):
             raise ValueError("not a token shard, or made by another tokenizer")
         if not 0 < n == len(tokens):
@@ -825,10 +823,7 @@ def shard_paths(directory: Path, split: str) -> list[Path]:
         count = (directory / "train_shards").read_bytes()
     if not re.fullmatch(rb"[1-9]\d{0,4}\n", count):
         raise PrepareError(f"{directory} is not prepared to the end: run prepare.py as before")
-    paths = [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
-    if split == "test" and not paths[0].exists():
-        raise PrepareError(NO_TEST.format(directory))
-    return paths
+    return [directory / f"{split}_{i:05d}.bin" for i in range(int(count) if split == "train" else 1)]
 
 
 def dataset_id(directory: Path | None = None) -> str:
@@ -1011,11 +1006,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     directory, ready = cache_dir() / name, False
     with suppress(PrepareError):
         tokenizer = Tokenizer.from_directory(directory)
-        TokenStream(tokenizer, "val")
-        if (directory / "test_00000.bin").exists():
-            TokenStream(tokenizer, "test")
-        shards = len(TokenStream(tokenizer, "train").tokens)
-        ready = num_shards in (None, shards, shards - bool(test_files))  # the test file used to be for training
+        TokenStream(tokenizer, "val"), TokenStream(tokenizer, "test")
+        ready = num_shards in (None, len(TokenStream(tokenizer, "train").tokens))
         if ready and current_dataset() == directory:
             return directory
     cache_dir().mkdir(parents=True, exist_ok=True)
@@ -1113,10 +1105,7 @@ def main() -> None:
         os.environ["AUTORESEARCH_CACHE"] = args.cache
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-        tokenizer, splits = Tokenizer.from_directory(directory), ["train", "val", "test"]
-        if not (directory / "test_00000.bin").exists():
-            print(NO_TEST.format(directory))
-            splits.remove("test")
+        tokenizer, splits = Tokenizer.from_directory(directory), ("train", "val", "test")
         sizes = [f"{len(TokenStream(tokenizer, split, args.verify)) / 1e6:.1f} M {split}" for split in splits]
         print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:

@@ -1,13 +1,11 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
 import ast
-import hashlib
 import itertools
 import os
 import re
 import resource
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -426,17 +424,12 @@ def test_any_truncation_is_found(shard, tokenizer):
             prepare.open_shard(shard, tokenizer.fingerprint)
 
 
-def test_a_shard_of_the_earlier_format_with_an_index_and_a_seal_is_read(shard, tokenizer):
-    """128 bytes of header: 4 and 8 more of its bytes and the last 32 were in use; an index came after the tokens."""
-    tokens, checksum = prepare.open_shard(shard, tokenizer.fingerprint)
-    index = np.flatnonzero(tokens == tokenizer.get_bos_token_id()).astype("<u8")
-    fields = b"tokshard", 1, 2, len(tokens), len(index), tokenizer.fingerprint, checksum
-    header = struct.pack("<8sIIQQ32s32s", *fields)
-    seal = hashlib.sha256(header + index.tobytes()).digest()
-    expected = tokens.copy()
-    shard.write_bytes(header + seal + tokens.tobytes() + index.tobytes())
-    tokens, before = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
-    assert np.array_equal(tokens, expected) and before == checksum
+def test_a_shard_of_another_version_or_with_more_behind_it_is_refused(shard, tokenizer):
+    good = shard.read_bytes()
+    for bad in (b"token shards, v1" + good[16:], good + b"\0\0"):
+        shard.write_bytes(bad)
+        with pytest.raises(PrepareError, match="delete it and train_shards there"):
+            prepare.open_shard(shard, tokenizer.fingerprint)
 
 
 def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):

@@ -172,23 +172,6 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert night_py.rows_on(re.escape(LABEL), night[0]["dataset"]) == night  # what a wave compares with
 
 
-def test_without_a_test_split_the_report_says_how_to_get_one_and_goes_on_with_val(clone, tmp_path):
-    """Also where the cache has a relative path. Once there is a test split, the report is made again on both."""
-    cache = shutil.copytree(clone.cache, tmp_path / "cache")
-    test = (cache / clone.dataset / "test_00000.bin").rename(tmp_path / "test")
-    clone.env["AUTORESEARCH_CACHE"] = str(cache)
-    clone.simulate(gain=0.02, runs=50)
-    dataset, clone.env["AUTORESEARCH_CACHE"] = clone.dataset, os.path.relpath(cache, clone.folder)
-    output = clone.finish(clone.report("--seeds=2"))
-    assert re.search(
-        r"^The report is on val alone: no test split in .* yet: delete .* and run prepare\.py", output, re.M
-    )
-    assert numbers(output).keys() == {"val, as", "val, me"} and "no experiment has seen" not in output
-    assert [row["description"] for row in clone.report_rows()].count("report: seed 102") == 2
-    test.rename(cache / dataset / "test_00000.bin")
-    assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me", "test, me"}
-
-
 def test_a_test_score_that_fails_costs_itself_and_not_the_run(clone, monkeypatch):
     """Here as no weights were written: the disk was full."""
     monkeypatch.setitem(globals(), "STUB", STUB.replace('prepare.WEIGHTS.write_text(options["seed"])', "pass"))

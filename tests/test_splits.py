@@ -249,18 +249,6 @@ def test_dataset_id_changes_with_the_order_of_train_shards(tmp_path):
     assert ids[0] != ids[1]
 
 
-def test_a_test_file_beside_a_prepared_folder_leaves_train_and_val_as_they_were(tmp_path):
-    folder = tmp_path / "corpus"
-    write_corpus(folder)
-    (folder / prepare.TEST_FILE).unlink()
-    old = prepared_before(folder)
-    before = {split: tokens_of(old, split) for split in ("train", "val")}
-    write_parquet(folder / prepare.TEST_FILE, texts(6541))
-    new = prepare.prepare(str(folder))
-    assert {split: tokens_of(new, split) for split in before} == before
-    assert prepare.dataset_id(new) == prepare.dataset_id(old) and splits_of(new)["test"] == texts(6541)
-
-
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_damaged_test_shard_is_made_again_as_its_line_says(tmp_path, deleted):
     folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
@@ -289,67 +277,14 @@ def test_prepared_without_a_gpu_a_hub_dataset_has_one_shard_and_says_so(cache, c
     assert len(prepare.hub_splits("climbmix", 1)[0]) == 1 and not capsys.readouterr().out
 
 
-# Datasets from before there was a test split
-
-
-def prepared_before(folder: Path) -> Path:
-    """A dataset as an earlier prepare.py left it: all documents but the last file's are for training."""
-    files = sorted(folder.iterdir(), key=lambda file: (file.name == prepare.VAL_FILE, file))
-    directory = prepare.prepare(str(folder))
-    shutil.rmtree(directory)
-    train, val = [(file, 0, None) for file in files[:-1]], (files[-1], 0, None)
-    prepare.build(directory, train, [val], train[:1])
-    (directory / "test_00000.bin").unlink()
-    return directory
-
-
-def delete_train(folder: Path) -> None:
-    """As the line says."""
-    for file in folder.glob("train_*"):
-        file.unlink()
-
-
-@pytest.mark.parametrize("with_test_file", [True, False])
-def test_a_folder_prepared_before_keeps_train_and_val_and_says_how_to_get_a_test_split(
-    tmp_path, cache, capsys, monkeypatch, with_test_file
-):
-    """A file of the test file's name was for training then."""
-    folder = write_corpus(tmp_path / "corpus")
-    if not with_test_file:
-        (folder / prepare.TEST_FILE).unlink()
-    old = prepared_before(folder)
-    before = tree(old)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(folder)])
-    prepare.main()
-    line, ready = capsys.readouterr().out.splitlines()[-2:]
-    assert line.startswith(f"no test split in {old} yet: delete {old}/train_* and run prepare.py as before (moves 5%")
-    assert ready.startswith(f"ready: {prepare.dataset_id(old)}, ") and ready.endswith(f" val tokens, in {old}")
-    assert prepare.current_dataset() == old and tree(old) == before
-    with pytest.raises(PrepareError, match=r"no test split in .* yet: delete"):
-        prepare.TokenStream(Tokenizer.from_directory(), "test")
-
-    delete_train(old)
-    prepare.main()
-    splits = splits_of(prepare.current_dataset())
-    assert not {*splits["train"], *splits["val"]} & {*splits["test"]} and len(splits["test"]) >= 12
-    assert splits["val"] == texts(6542) and " M test tokens, in" in capsys.readouterr().out
-
-
-def test_climbmix_prepared_before_gets_its_test_split_as_its_line_says(cache, capsys, monkeypatch):
-    names = ["shard_00000.parquet", prepare.VAL_FILE, prepare.TEST_FILE]
-    for seed, name in enumerate(names):
-        write_parquet(cache / "climbmix" / "raw" / name, texts(seed))
-    folder = prepare.prepare("climbmix", 1)
-    before, test = tree(folder), (folder / "test_00000.bin").read_bytes()
+def test_a_dataset_of_the_first_version_is_made_anew(tmp_path, monkeypatch):
+    """Its train split held what is for testing now."""
+    folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
+    before = tree(folder)
     (folder / "test_00000.bin").unlink()
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix"])
-    prepare.main()
-    assert f"no test split in {folder} yet: delete {folder}/train_* and run" in capsys.readouterr().out
-    assert not (folder / "test_00000.bin").exists()
-    delete_train(folder)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", "climbmix", "--num-shards", "1"])
-    prepare.main()
-    assert tree(folder) == before and (folder / "test_00000.bin").read_bytes() == test
+    for shard in folder.glob("*.bin"):
+        shard.write_bytes(b"tokshard\1\0\0\0" + shard.read_bytes()[12:])
+    assert prepare.prepare(str(tmp_path / "corpus")) == folder and tree(folder) == before
 
 
 def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
