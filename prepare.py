@@ -100,7 +100,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 class Clock:
-    """Wall time from the first training step to the end of the last, loading included. It drives every schedule.
+    """Wall time from the first training step to the end of the last, loading included. It drives the schedules.
 
         clock.start()
         while clock.running():

@@ -15,9 +15,9 @@ A model of a GPU that is not at hand: what an optimizer step takes there, where 
 and LAUNCH. The rates are figures of single kernels, by datasheet, published or measured; only ATOMICS comes from whole
 steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 seven of ours and autoresearch's
 shape, and on a T4 autoresearch PR 268, here `PORT`, whose 63.4 k tokens a second are 60.8 k without its 11 untimed
-steps. The T4's start, a rough guess, is checked by it, too: with those steps and 127 s for evaluating 21 M tokens it
-should be the 240 s outside the clock. What the model leaves out: a host that cannot keep up, power caps but for T4 and
-L4, the loader, other work on the GPU.
+steps. The T4's start is a rough guess: the port's, those steps and its evaluation of 21 M tokens come to 194 s, where
+239 were published. What the model leaves out: a host that cannot keep up, power caps but for T4 and L4, the loader,
+other work on the GPU.
 """
 
 import argparse

@@ -19,8 +19,8 @@ SMALL = dataclasses.replace(T4, depth=2, ngram_rows=1000)
 
 def test_the_published_port_takes_what_it_took():
     predicted = bench_gpu.predict(bench_gpu.PORT)
-    assert predicted["tokens_per_sec"] == pytest.approx(63.4e3, rel=0.25)
-    assert predicted["memory_gb"] == pytest.approx(2497 / 1024, rel=0.25)
+    assert predicted["tokens_per_sec"] == pytest.approx(60.8e3, rel=0.05)  # 279 timed steps
+    assert predicted["memory_gb"] == pytest.approx(2497 / 1024, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_the_published_port_takes_what_it_took():
         (9, 640, 16, 1, 0.991e6, 49.6),
         (9, 640, 32, 2, 0.936e6, 53.1),
         (12, 512, 32, 2, 1.007e6, 52.4),
-        (7, 768, 32, 2, 0.899e6, 53.4),
+        (7, 768, 32, 2, 0.921e6, 53.4),
         (8, 768, 32, 2, 0.819e6, 59.1),
         (6, 896, 32, 2, 0.814e6, 56.5),
     ],
@@ -42,8 +42,8 @@ def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_pe
         pytest.skip("that has not been measured")
     predicted = bench_gpu.predict(config, "H200")
     assert predicted["flash"]
-    assert predicted["tokens_per_sec"] == pytest.approx(tokens_per_sec, rel=0.1)
-    assert predicted["memory_gb"] == pytest.approx(memory_gb, rel=0.1)
+    assert predicted["tokens_per_sec"] == pytest.approx(tokens_per_sec, rel=0.05)
+    assert predicted["memory_gb"] == pytest.approx(memory_gb, rel=0.06)
 
 
 def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
@@ -59,7 +59,7 @@ def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "n, d, v, milliseconds", [(65536, 512, 8192, 3.42), (262144, 512, 8192, 13.53), (8192, 4096, 128256, 38.4)]
+    "n, d, v, milliseconds", [(65536, 512, 8192, 3.34), (262144, 512, 8192, 13.3), (8192, 4096, 128256, 38.6)]
 )
 def test_an_h100_takes_for_the_cross_entropy_what_it_took(n, d, v, milliseconds):
     x, weight = torch.empty(n, d, device="meta"), torch.empty(v, d, device="meta")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from reference_optimizer import SparseAdam
 
 import prepare
 import train
@@ -424,42 +423,6 @@ def test_polar_express_orthogonalizes():
         assert singular.max() < 1.25 and singular.median() > 0.7
 
 
-def test_adamw_matches_torch():
-    torch.manual_seed(0)
-    ours, reference = (torch.nn.Parameter(torch.ones(7, 5)) for _ in range(2))
-    group = dict(kind="adamw", params=[ours], lr=0.1, betas=(0.8, 0.95), weight_decay=0.01, momentum=0.0)
-    optimizer = train.MuonAdamW([group], torch.float32)
-    adamw = torch.optim.AdamW([reference], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.01)
-    for _ in range(5):
-        ours.grad = torch.randn(7, 5)
-        reference.grad = ours.grad.clone()
-        optimizer.step()
-        adamw.step()
-    torch.testing.assert_close(ours, reference)
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_sparse_adam_moves_the_rows_of_a_batch_and_no_other(accumulation):
-    torch.manual_seed(0)
-    table = train.NGramEmbedding(2, 50, 8, torch.float32)
-    torch.nn.init.zeros_(table.weight)
-    table.sparse = True
-    group = dict(kind="sparse", params=[table.weight], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0, momentum=0.0)
-    optimizer = train.MuonAdamW([group], torch.float32)
-    reference = SparseAdam(torch.zeros(50, 8, dtype=torch.float64))
-    for _ in range(4):
-        lookups = []
-        for _ in range(accumulation):
-            ids, grad = torch.randint(20, (3, 7)), torch.randn(3, 7, 8)  # many a row several times
-            (torch.nn.Embedding.forward(table, ids) * grad).sum().backward()
-            lookups += zip(ids.flatten().tolist(), grad.flatten(0, 1).double(), strict=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        reference.step(lookups, 0.1, 0.95)
-    torch.testing.assert_close(table.weight.double(), reference.p, rtol=1e-5, atol=1e-6)
-    assert table.weight[20:].count_nonzero() == 0
-
-
 def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
     model, optimizer = build()
     model.gone = model.lm_head
@@ -591,18 +554,6 @@ def test_loss_scale_does_not_change_the_update():
 
 
 # -- Schedules, warm-up, loop
-
-
-def test_schedules_run_from_full_rate_to_the_final_fraction():
-    _, optimizer = build()
-    train.set_schedules(optimizer, 0.0, 0)
-    assert all(group["lr"] == group["initial_lr"] for group in optimizer.param_groups)
-    train.set_schedules(optimizer, 1.0, 10_000)
-    for group in optimizer.param_groups:
-        final = 1 if group["kind"] == "sparse" else train.FINAL_LR
-        assert group["lr"] == pytest.approx(final * group["initial_lr"])
-        if group["kind"] == "muon":
-            assert group["momentum"] == pytest.approx(0.9) and group["weight_decay"] == 0
 
 
 class Started(Exception):

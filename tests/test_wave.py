@@ -42,7 +42,6 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-STATUS = {"good": "keep", "better": "keep", "worse": "discard"}
 REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 13]", "hang": "[no evaluation within 0.1 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
