@@ -2,7 +2,7 @@
 Many experiments: one run under supervision, waves of runs on every GPU of a machine or a Ray cluster, and the morning
 after: a report and a picture.
 
-    python night.py run [options of train.py]    # one experiment here; it leaves a row, however it ends
+    python night.py run [--seed N] [--gpu ...]   # one experiment here; it leaves a row, however it ends
     python night.py wave REV ... [--seeds 1,2]   # each git revision's train.py on a GPU of its own, all at once
     python night.py report                       # how much of the night's gain was luck?
     python night.py plot                         # draws results.tsv as progress.png
@@ -43,8 +43,6 @@ TEST = ", test "  # in their description, before the score on the test split
 
 
 # ------------------------------------------------------------------------------------------------- one run, supervised
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs train.py until it ends or its time is up; returns its exit status.
 
@@ -64,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     os.setsid()
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
     prctl(1, signal.SIGTERM)  # when the process in front is killed
-    head, dataset, before = prepare.git_head(), prepare.dataset_id(), len(prepare.read_results())
+    head, dataset = prepare.git_head(), prepare.dataset_id()
+    before = len(rows_of(head[0]))
     os.environ["AUTORESEARCH_HEAD"] = "\t".join(head)  # of every row from here on, train.py's too
     stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
     score = ["-c", f"import night; night.score({args.gpu!r})"]
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             os.waitpid(pid, 0)
     reader.join()
     logged = not args.budget or IN_A_WAVE in os.environ
-    if logged and all(row["commit"] != head[0] for row in prepare.read_results()[before:]):
+    if logged and len(rows_of(head[0])) <= before:
         reason = [*reasons, why(code, "".join(stderr))][0]
         row = dict(gpu=prepare.gpu_name() + args.budget, dataset=dataset, reason=reason)
         prepare.log_result(val_bpb=0.0, memory_gb=0.0, **row)
@@ -117,7 +116,6 @@ def why(code: int, stderr: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- wave
-
 # Ray on this machine alone: on loopback ("cluster" is what it takes for other machines), closed to other users, and
 # neither reporting home nor killing what takes memory nor starting a process for each core in advance; and its workers
 # as nice as others, not at 15, where a busy machine starves them.
@@ -133,6 +131,10 @@ def name_of(row: dict) -> tuple[str, str]:
     return row["commit"], description.partition(TEST)[0] if row["gpu"].endswith(REPORT) else description
 
 
+def rows_of(commit: str) -> list[dict]:
+    return [row for row in prepare.read_results() if row["commit"] == commit]
+
+
 def rows_on(gpu: str, dataset: str) -> list[dict]:
     """The rows on a dataset, and on a gpu that matches a pattern."""
     return [row for row in prepare.read_results() if row["dataset"] == dataset and re.fullmatch(gpu, row["gpu"])]
@@ -142,7 +144,7 @@ def wave(args: argparse.Namespace) -> None:
     """Trains every revision with every seed that has no row yet; prints a table."""
     runs = {}
     log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *args.revisions, "--")
-    for line in log.decode(errors="replace").splitlines():
+    for line in log.decode(errors="replace").rstrip("\n").split("\n"):
         commit, _, subject = line.partition(" ")
         for seed in args.seeds or [None]:
             runs[commit[:7], prepare.clean(subject if seed is None else f"{subject}, seed {seed}")] = seed
@@ -165,6 +167,9 @@ def start_ray(args: argparse.Namespace) -> tuple[str, str]:
 
     Returns what the gpu column says of this machine's first GPU, and a pattern of what it may say in a wave.
     """
+    args.alone = open(prepare.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
+    if not prepare.lock(args.alone, patience=1):
+        raise PrepareError("another wave or report of this clone is at work: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
@@ -315,7 +320,6 @@ def git(*args: str) -> bytes:
 
 
 # -------------------------------------------------------------------------------------------------- the morning after
-
 T_95 = 4.30, 2.78, 2.45, 2.31, 2.23, 2.18, 2.14, 2.12, 2.10  # Student's t for two means of 2, 3, ... 10 runs each
 
 
@@ -342,11 +346,11 @@ def report(args: argparse.Namespace) -> None:
     title = f"{gpu}, {dataset}: {len(rows)} experiments, {len(kept)} kept, {status.count('crash')} crashed."
     print(title)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
-        print("Fewer than two revisions were kept: there is no gain to report.")
-        return
-    args.score = True
-    runs = {(row["commit"], f"report: seed {seed}"): seed for seed in seeds for row in (kept[0], kept[-1])}
-    text = gains(kept[0], kept[-1], train_all(runs, args, gpu, re.escape(gpu + REPORT), REPORT))
+        text = "Fewer than two revisions were kept: there is no gain to report."
+    else:
+        args.score = True
+        runs = {(row["commit"], f"report: seed {seed}"): seed for seed in seeds for row in (kept[0], kept[-1])}
+        text = gains(kept[0], kept[-1], train_all(runs, args, gpu, re.escape(gpu + REPORT), REPORT))
     print(f"\n{text}")
     prepare.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n![](progress.png)\n", "utf-8")
     plot()
@@ -452,8 +456,6 @@ def seed_noise(gpu: str, dataset: str) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
-
-
 def train_options(args: argparse.Namespace, seed: int | None) -> list[str]:
     given = {"seconds": args.seconds, "tokens": args.tokens, "gpu": args.gpu, "seed": seed}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -483,8 +485,8 @@ def main() -> int | None:
         parser.error(f"{args.command} takes no {args.revisions[0]}")
     if args.seeds if args.command == "run" else args.seed is not None:
         parser.error("--seed is for a run, --seeds for a wave or a report")
-    if args.per_gpu > 1 and not args.tokens:
-        parser.error("--per-gpu needs --tokens: runs that share a GPU slow each other down")
+    if args.per_gpu != 1 and not (args.per_gpu > 1 and args.tokens):
+        parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
     args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     args.budget = prepare.budget_name(args.seconds, args.tokens, args.gpu)
     return {"run": run, "wave": wave, "report": report, "plot": plot}[args.command](args)
@@ -493,5 +495,7 @@ def main() -> int | None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (PrepareError, subprocess.CalledProcessError) as error:
+    except (PrepareError, FileNotFoundError, subprocess.CalledProcessError) as error:  # no file: no git
         sys.exit(f"night.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("night.py: interrupted")

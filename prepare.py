@@ -297,7 +297,6 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
 
 
 # ------------------------------------------------------------------------------------------------------------------ log
-
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
@@ -330,6 +329,7 @@ def log_result(
     path = Path(path or RESULTS)
     head = git_head() if commit is None else (commit, "")
     reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
+    reason = reason.translate(str.maketrans("[]", "()"))
     description = head[1] if description is None else description
     description = f"{description} [{reason}]" if reason else description
     commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
@@ -353,16 +353,16 @@ def log_result(
 
 def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
-    header = ("\t".join(COLUMNS) + "\n").encode()
+    header = "\t".join(COLUMNS).encode()
     with open(path, "a+b", buffering=0) as file:
         if not lock(file, patience=60):
             print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
         file.seek(0)
         text = file.read()
-        if text and not text.startswith(header):
+        if text and text.split(b"\n")[0].rstrip() != header:
             raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
         status, line = row()
-        before = b"" if text.endswith(b"\n") else b"\n" if text else header
+        before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
         data = before + f"{line}\n".encode()
         if file.write(data) < len(data):
             file.truncate(len(text))
@@ -382,14 +382,15 @@ def git_head() -> tuple[str, str]:
         return tuple(head.split("\t", 1))
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "log", "-1", "--no-show-signature", "--format=%H%x09%s"]
-        out = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, timeout=10, check=True).stdout
+        out = subprocess.check_output(command, cwd=RESULTS.parent, timeout=10)
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
-        return commit[:7], subject
+        diff = ["git", "-c", "core.fileMode=false", "diff", "--quiet", "HEAD", "--", "train.py"]
+        dirty = subprocess.run(diff, cwd=RESULTS.parent, timeout=10).returncode == 1
+        return commit[:7], subject + " (train.py differs)" * dirty
     return "0000000", ""
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
-
 WEIGHTS = RESULTS.with_name("model.safetensors")
 
 
@@ -542,12 +543,12 @@ def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, toke
         val_bpb = evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)
         if not math.isfinite(val_bpb):
             raise FloatingPointError(f"val_bpb is {val_bpb}")
+        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+        tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
     except BaseException as error:
         clock.release()
         log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
         raise
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-    tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
     status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
     evaluated = time.perf_counter() - start
     if status == "keep" and os.environ.get("AUTORESEARCH_SCREENING") != "no weights":
@@ -834,7 +835,6 @@ def dataset_id(directory: Path | None = None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ sources of text
-
 HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
 
@@ -903,7 +903,11 @@ def documents(path: Path) -> Iterator[str | None]:
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", errors="replace") for name in names))
     else:  # a document ends at <|endoftext|>, or at the last newline within 64 Ki characters: a book is many
-        for book in path.read_text("utf-8", errors="replace").split("<|endoftext|>"):
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it, with iconv say") from None
+        for book in text.split("<|endoftext|>"):
             yield from re.findall(r"(?s:.{1,65535})(?:\n|\Z)|(?s:.{1,65536})", book.strip("\n"))
 
 
@@ -926,7 +930,6 @@ def one_line(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- download
-
 ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s in between
 
 
@@ -947,9 +950,9 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
     try:
         if arriving:  # asked in a thread, as looking up a name has no timeout
             ThreadPoolExecutor(1).submit(get_session().head, endpoint, timeout=5).result(timeout=8)
-    except Exception:
+    except Exception as error:
         remedy = "go online, set HF_ENDPOINT to a mirror, or give --data DIR"
-        raise Unreachable(f"cannot reach {endpoint}: {remedy}") from None
+        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): {remedy}") from None
 
     def work() -> None:
         for path, future in arriving.items():
@@ -994,7 +997,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     if data is None:
         try:
             return prepare("climbmix", num_shards)
-        except Unreachable:
+        except Unreachable as error:
+            print(error)
             print("NO NETWORK: falling back to the embedded corpus, the source text of this Python's standard library.")
             print("Its val_bpb compares with no other. For real text go online, set HF_ENDPOINT, or give --data DIR.")
             return prepare("embedded", num_shards)
@@ -1085,7 +1089,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
                     checksum.update(tokens)
                     n += len(tokens)
         if n == 0:
-            raise PrepareError(f"no text left for {path.name}: ask for fewer --num-shards or give more text")
+            raise PrepareError(f"no text for {path.name}: ask for fewer --num-shards, give more, or remove empty files")
         file.seek(0)
         file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
     print(f"{path.stem}: {n / 1e6:.1f} M tokens in {time.perf_counter() - start:.1f} s", flush=True)

@@ -354,11 +354,19 @@ SECTIONS = [
     ]),
     ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
+        ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The report", "night.py", ["test_report.py", "-k", "test_split or test_score"], [
+    ("The report", "night.py", ["test_report.py", "-k", "test_score"], [
         ("not args.score or TEST in", "True or TEST in"),
         ('key=lambda row: row["status"] != "crash")', "key=lambda row: 0)"),
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
+    ]),
+    ("A run in a night", "prepare.py", ["test_night.py", "-k", "says_if or brackets"], [
+        ('" (train.py differs)" * dirty', '""'),
+        ('reason.translate(str.maketrans("[]", "()"))', "reason"),
+    ]),
+    ("A run in a night", "night.py", ["test_night.py", "-k", "put_aside"], [
+        ("logged and len(rows_of(head[0])) <= before", "logged and len(rows_of(head[0])) < 2"),
     ]),
     ("A run in a night", "night.py", ["test_night.py", "-k", "dataset_that"], [
         ("dataset=dataset, reason=reason)", "dataset=prepare.dataset_id(), reason=reason)"),

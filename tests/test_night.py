@@ -288,6 +288,27 @@ def test_a_commit_during_a_run_is_not_the_one_in_its_row(night):
     assert [row["description"] for row in night.rows()] == ["idea A"]
 
 
+def test_a_log_that_is_put_aside_during_a_run_gets_no_second_row(night):
+    night.train()
+    night.experiment("idea A", "os.rename('results.tsv', 'results.tsv.old')\n    val_bpb = 1.2")
+    assert [(row["description"], row["status"]) for row in night.rows()] == [("idea A", "keep")]
+
+
+def test_a_row_says_if_its_commit_does_not_hold_its_train_py(night):
+    night.train()
+    (night.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
+    night.train()
+    assert [row["description"] for row in night.rows()] == ["baseline", "baseline (train.py differs)"]
+
+
+def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    where = dict(val_bpb=0.0, memory_gb=0.0, gpu="g", dataset="d", commit="abc")
+    prepare.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
+    (row,) = prepare.read_results()
+    assert night_py.name_of(row) == ("abc", "idea [2]") and row["description"].endswith("[norms (nan, 1.0) at step 5]")
+
+
 def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(night, tmp_path):
     cache = shutil.copytree(night.env["AUTORESEARCH_CACHE"], tmp_path / "cache")
     night.env["AUTORESEARCH_CACHE"] = str(cache)

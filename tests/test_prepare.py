@@ -105,6 +105,7 @@ def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_
     default = run_prepare(cache=tmp_path, **nowhere)
     assert default.returncode == 0, default.stderr
     assert "NO NETWORK" in default.stdout and "ready: embedded-" in default.stdout
+    assert "cannot reach http://127.0.0.1:9 (" in default.stdout
     folder = tmp_path / (tmp_path / "current").read_text().strip()
     tokenizer = Tokenizer.from_directory(folder)
     assert tokenizer.get_vocab_size() == prepare.VOCAB_SIZE

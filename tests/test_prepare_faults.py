@@ -285,7 +285,7 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
     start = time.perf_counter()
     for endpoint in ("http://127.0.0.1:9", "not a url"):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        with pytest.raises(prepare.Unreachable, match=f"cannot reach {endpoint}: go online"):
+        with pytest.raises(prepare.Unreachable, match=rf"cannot reach {endpoint} \(.+\): go online"):
             prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
     with FaultyServer({}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -580,15 +580,17 @@ def log(path: Path, val_bpb: float = 1.0) -> str:
     )
 
 
-@pytest.mark.parametrize("content", [None, b"", HEADER.encode(), (HEADER + ROW).encode(), (HEADER + ROW)[:-1].encode()])
+@pytest.mark.parametrize(
+    "content", [None, "", HEADER, HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")]
+)
 def test_the_row_comes_after_whatever_rows_there_are(tmp_path, content):
     path = tmp_path / "results.tsv"
     if content is not None:
-        path.write_bytes(content)
+        path.write_text(content, newline="")
     assert log(path) == "keep"
     lines = path.read_text().splitlines()
     assert lines[0] + "\n" == HEADER and lines[-1].startswith("1234567\t1.000000\t1.0\tkeep\tnow")
-    assert len(lines) == len((content or HEADER.encode()).splitlines()) + 1
+    assert len(lines) == len((content or HEADER).splitlines()) + 1
 
 
 @pytest.mark.parametrize("garbage", [b"half a row\t1.0", b"\xff\xfe\0\0", b"\n\n\n", ("x" * 10**6).encode()])

@@ -172,12 +172,17 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert night_py.rows_on(re.escape(LABEL), night[0]["dataset"]) == night  # what a wave compares with
 
 
-def test_a_test_score_that_fails_costs_itself_and_not_the_run(clone, monkeypatch):
-    """Here as no weights were written: the disk was full."""
-    monkeypatch.setitem(globals(), "STUB", STUB.replace('prepare.WEIGHTS.write_text(options["seed"])', "pass"))
+def test_a_test_score_that_fails_costs_itself_and_not_the_run_and_is_made_up_for(clone, monkeypatch, tmp_path):
+    """Here as no weights were written: the disk was full. The cache has a relative path."""
+    (full := tmp_path / "full").touch()
+    write = 'prepare.WEIGHTS.write_text(options["seed"])'
+    monkeypatch.setitem(globals(), "STUB", STUB.replace(write, f"Path({str(full)!r}).exists() or {write}"))
     clone.simulate(gain=0.02, runs=50)
+    clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.cache, clone.folder)
     assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me"}
     assert {row["status"] for row in clone.report_rows()} <= {"keep", "discard"}
+    full.unlink()
+    assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me", "test, me"}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,9 @@ def test_a_test_score_that_fails_costs_itself_and_not_the_run(clone, monkeypatch
 )
 def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, line):
     clone.simulate(gain=0.0, runs=runs)
+    (clone.folder / "report.md").write_text("of yesterday")
     assert re.search(f"^{line}$", clone.finish(clone.report(option), code), re.M)
+    assert (code == 0) == bool(re.search(f"^{line}$", (clone.folder / "report.md").read_text(), re.M))
 
 
 def rows_of(scores: dict[str, list[float]], test: dict[str, list[float]]) -> list[dict]:

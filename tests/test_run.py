@@ -464,6 +464,11 @@ def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(interrupted, ph
     assert clone.rows[0]["description"] == f"baseline [{reason}]"
 
 
+def test_a_signal_between_evaluation_and_row_leaves_a_row(clone):
+    run = clone.run(edit="replace(prepare, 'best_result', lambda real, *args: send(15) or real(*args))")
+    assert run.code == 143 and [row["description"] for row in clone.rows] == ["baseline [killed]"], run
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("begun", ["a good run", "an interrupt"])
 def test_a_signal_while_the_row_is_written_neither_loses_nor_doubles_it(clone, begun, number):

@@ -83,8 +83,15 @@ def test_tinystories_first_ten_thousand_are_test_and_the_next_validation(cache):
 
 def test_more_shards_than_the_text_fills_are_refused(cache):
     write_parquet(cache / "tinystories" / "raw" / "tinystories_gpt4_clean.parquet", numbered(0, 21_000))
-    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: ask for fewer --num-shards"):
+    with pytest.raises(PrepareError, match=r"no text for train_00001\.bin: ask for fewer --num-shards"):
         prepare.prepare("tinystories", 2)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_text_in_another_encoding_is_refused(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("naïve\n" * 100, encoding)
+    with pytest.raises(PrepareError, match=r"a\.txt is not UTF-8 at byte \d: convert it"):
+        prepare.prepare(str(tmp_path))
 
 
 def test_a_folder_with_a_test_file_tests_on_it_and_validates_on_the_last_file(tmp_path):

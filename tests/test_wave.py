@@ -1,6 +1,7 @@
 """Waves: stubs of train.py, trained by a real Ray on this machine, and on a cluster of simulated nodes."""
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -240,14 +241,18 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     [
         (["no-such-branch"], "Command .*'git', 'log'.* returned non-zero exit status"),
         (["good", "--per-gpu=2"], "error: --per-gpu needs --tokens"),
+        (["good", "--per-gpu=0", "--tokens=9"], "error: --per-gpu needs --tokens, and a number above 0"),
         (["good", "--seed=1"], "error: --seed is for a run, --seeds for a wave"),
         (["good"], r"needs Ray: pip install -e '\.\[night\]'"),
+        (["good"], "another wave or report of this clone is at work"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, remedy):
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
+    if "another" in remedy:
+        fcntl.flock(first := open(clone.folder / "results.tsv.wave", "ab"), fcntl.LOCK_EX)  # noqa: F841
     output = clone.finish(clone.wave(*arguments), code=2 if "error" in remedy else 1)
     assert re.search(rf"^night\.py: .*{remedy}", output, re.M)
 
