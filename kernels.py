@@ -629,7 +629,8 @@ def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tens
     A batched GEMM of the blocks is then a GEMM for each group, at shapes that the data does not change.
 
     group (N,): int64, of at most 256 groups. Returns the place of each row (N,); the row in each place (P,), or N for
-    padding, P being about 9/8 N; the group of each block, one-hot, (blocks, groups); the rows of each group (groups,).
+    padding, P being about 9/8 N where N is 8 groups or more; the group of each block, one-hot, (blocks, groups); the
+    rows of each group (groups,).
     """
     if groups > 256:
         raise ValueError(f"at most 256 groups, not {groups}")

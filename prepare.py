@@ -637,7 +637,7 @@ def load_weights(build_model: Callable, device, capability: tuple[int, int] | No
     try:
         with safe_open(WEIGHTS, "pt") as file:
             model = build_model(json.loads(file.metadata()["config"]), device, capability)
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+            model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
         raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
     return model

@@ -55,7 +55,7 @@ class Layer:
     full_heads: int    # heads, the first ones, that see the whole context
     window: int        # earlier tokens that the others see: FA3 slides it, SDPA cuts pieces of it
     shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
-    value_embed: bool  # whether the token's embeddings enter again: one of the values, and the first ones
+    value_embed: bool  # whether value embeddings and the first hidden states (x0) enter
 
 
 def layers(config):
@@ -122,10 +122,10 @@ def pick_size(peak_flops: float) -> Config:
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(budget), to a power of two: few tokens make most of small batches."""
+    """Scales the batch by sqrt(seconds / TIME_BUDGET), a power of two: small batches learn more from each token."""
     assert config.total_batch_size % config.seq_len == 0, f"seq_len must divide total_batch_size: {config}"
     sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
-    device_batch_size = min(config.device_batch_size, sequences)
+    device_batch_size = math.gcd(config.device_batch_size, sequences)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
 
 
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
         self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
-        shifted = torch.arange(self.head_dim) // (self.head_dim // 4) % 2 == 1  # the slow half of the frequencies
+        shifted = torch.arange(self.head_dim) % (self.head_dim // 2) >= self.head_dim // 4  # the slow frequencies
         self.register_buffer("shifted", shifted, persistent=False)
 
     def forward(self, x, idx, cos, sin):
@@ -343,7 +343,7 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-compiled_once = functools.cache(compiled)  # not for methods: the cache would keep their models
+compiled_once = functools.cache(compiled)
 
 
 class GPT(nn.Module):
@@ -371,7 +371,7 @@ class GPT(nn.Module):
             nn.init.zeros_(table.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
-            if p.ndim > 1:  # c_proj starts at zero, so that every block is the identity
+            if p.ndim > 1 and p.size(-1) > 1:  # c_proj starts at zero, so that every block is the identity
                 scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
@@ -382,7 +382,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(block.experts.bias)
                 nn.init.zeros_(block.experts.load)
         forgotten = [name for name, p in self.named_parameters() if p.flatten()[0].isnan()]
-        assert not forgotten, f"init_weights leaves {forgotten} as the warm-up has moved them: give them values there"
+        assert not forgotten, f"init_weights sets no values for {forgotten}: add them there"
         update_buffers(self)
 
     def look_up(self, idx, followers, found, ngrams):
@@ -411,12 +411,14 @@ class GPT(nn.Module):
         """
         torch.compiler.config.cache_key_tag = str(SDPA_BACKENDS)  # forward() sets them, so the caches do not see them
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
+        # partial() and not the bound method, which a copy of the model would share
         if self.config.depth <= 4:
-            self.trunk = compiled(self.trunk)
+            self.trunk = functools.partial(compiled(GPT.trunk), self)
         else:
-            self.look_up = compiled(self.look_up)
+            self.look_up = functools.partial(compiled(GPT.look_up), self)
             for block in self.blocks:
-                block.mix_tokens, block.mix_channels = compiled(block.mix_tokens), compiled(block.mix_channels)
+                block.mix_tokens = functools.partial(compiled(Block.mix_tokens), block)
+                block.mix_channels = functools.partial(compiled(Block.mix_channels), block)
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
@@ -453,7 +455,7 @@ def update_buffers(model):
 
 
 def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
-    """A fresh GPT. config: or its fields, from a checkpoint."""
+    """A fresh GPT. config: a Config, or the dict of its fields that a checkpoint holds."""
     config = Config(**config) if isinstance(config, dict) else config
     flash = load_fa3()
     dtype, attention = pick_numerics(capability, flash is not None)
@@ -569,11 +571,18 @@ class MuonAdamW(torch.optim.Optimizer):
                     p.data = from_stack(part, p.shape)
                 group["state"] = [scale, rate, torch.zeros_like(stack), torch.zeros_like(stack[..., :1])]
             elif group["kind"] == "sparse":
+                given = group["betas"][0], group["weight_decay"]
+                assert given == (0, 0), f"row_adam_ has no momentum and no weight decay, so not {given}"
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
                 for p in params:
                     p.sparse_grads.clear()  # of a step that ran out of memory
             else:
                 group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for p in (p for group in self.param_groups if group["kind"] == "sparse" for p in group["params"]):
+            p.sparse_grads.clear()
 
     @torch.no_grad()
     def step(self):
@@ -592,10 +601,11 @@ class MuonAdamW(torch.optim.Optimizer):
                     if p.sparse_grads:  # else an edit has left it unused
                         ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*p.sparse_grads))
                         row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
-                        p.sparse_grads.clear()
                 continue
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             if group["kind"] == "muon":
+                storages = {t.untyped_storage().data_ptr() for t in (group["stack"], *group["params"])}
+                assert len(storages) == 1, "p.data = ... cuts a matrix off from its stack: use p.data.copy_(...)"
                 scale, rate, momentum_buffer, second_moment = group["state"]
                 # stacked here: Inductor would compile one kernel per parameter
                 grad = torch.cat([as_stack(g) for g in grads])  # (n, R, C)
@@ -632,11 +642,11 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if isinstance(key, str) and f".{key}." in f".{name}."), None)
-        if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name):
+        if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
             key = tuple(as_stack(p).shape[1:])
             groups.setdefault(key, group(MATRIX_LR, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
-        groups[key]["params"].append(p)
+        groups[key]["params"] += [p] * p.requires_grad  # decay would move a frozen one
     for table in model.ngram_embeds:
         table.sparse = True  # gradients of touched rows only
     return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
@@ -690,21 +700,21 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
-    epoch_tokens, epochs_left = len(prepare.TokenStream(tokenizer, "train")), math.inf
+    epoch_tokens, epochs_left = len(prepare.TokenStream(tokenizer, "train")), 0
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress(), clock.steps)
         loss, epoch = train_step(model, optimizer, scaler, loader)
-        clock.advance(config.total_batch_size, loss, epoch)
+        clock.advance(model.config.total_batch_size, loss, epoch)
         before, epochs_left = epochs_left, clock.tokens_left() // (0.98 * epoch_tokens)
-        if epochs_left < before < math.inf:
+        if epochs_left < before:
             for table in model.ngram_embeds:  # start over: they know text by heart
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
     flops = model.flops_per_token() * clock.tokens / clock.elapsed()
-    return model, {
+    return model.eval(), {
         "mfu_percent": f"{100 * flops / (gpu.peak_flops or math.inf):.2f}",
         "depth": config.depth,
         "numerics": f"{model.dtype}/{'fa3' if model.blocks[0].attn.flash else 'sdpa'}".removeprefix("torch."),

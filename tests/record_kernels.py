@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
 
     def compile(self, fn, **_):
         """torch.compile, up to the code generation."""
-        name = type(fn.__self__).__name__ if hasattr(fn, "__self__") else fn.__name__
+        name = fn.__name__
 
         def compiler(forward, module, _):
             with _disable_current_modes():

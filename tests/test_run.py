@@ -739,6 +739,7 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     prepare.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
     loaded = prepare.load_weights(train.build_model, torch.device("cpu"), None)
+    assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0.02)

@@ -1,5 +1,6 @@
 """Claims about train.py: the GPU, the model, the optimizer, the warm-up and the loop. Whole processes: test_run.py."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -104,6 +105,11 @@ def test_the_batch_follows_the_square_root_of_the_budget(seconds, batch, device_
     assert (config.total_batch_size, config.device_batch_size) == (batch, device_batch_size)
 
 
+def test_a_scaled_batch_is_whole_device_batches():
+    config = train.scale_batch(dataclasses.replace(TINY, device_batch_size=4, total_batch_size=12 * 64), 75)
+    assert (config.total_batch_size, config.device_batch_size) == (6 * 64, 2)
+
+
 def test_a_batch_of_a_fraction_of_a_sequence_is_refused():
     with pytest.raises(AssertionError, match=r"seq_len must divide total_batch_size: .*total_batch_size=100,"):
         train.scale_batch(dataclasses.replace(TINY, total_batch_size=100), 300)
@@ -194,6 +200,18 @@ def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth,
     assert F.scaled_dot_product_attention in called
     assert not any(f.__module__ == "torch.nn.attention" for f in called), "PyTorch would not cache the compilation"
     assert all(backend.name in tag for backend in train.SDPA_BACKENDS)
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch, depth):
+    model, _ = build(dataclasses.replace(TINY, depth=depth))
+    train_a_little(model)
+    compile_trunk(model, "eager", monkeypatch)
+    x, y, _ = next(batches())
+    average = copy.deepcopy(model)
+    expected = average(x, y).item()
+    train_a_little(model)
+    assert average(x, y).item() == expected != model(x, y).item()
 
 
 def test_blocks_compile_with_an_attention_that_is_an_autograd_function_as_that_of_flash_attn_3(monkeypatch):
@@ -363,6 +381,15 @@ def test_a_parameter_that_init_weights_forgets_is_named():
         model.init_weights()
 
 
+def test_one_scale_for_each_head_is_no_matrix():
+    model, _ = build()
+    model.blocks[1].attn.scale = torch.nn.Parameter(torch.ones(2, 1))
+    with pytest.raises(AssertionError, match=re.escape("no group for blocks.1.attn.scale (2, 1)")):
+        train.make_optimizer(model)
+    with pytest.raises(AssertionError, match=re.escape("['blocks.1.attn.scale']")):
+        model.init_weights()
+
+
 def test_a_gate_of_an_mlp_does_not_start_at_zero_as_those_of_heads_do():
     model, _ = build()
     model.blocks[1].mlp.gate = train.Linear(64, 64)
@@ -377,6 +404,44 @@ def test_a_convolution_is_no_stack_of_experts():
     assert model.flops_per_token() == flops + 6 * 3 * 64
     with pytest.raises(AssertionError, match=r"no group for blocks\.1\.attn\.conv"):
         train.make_optimizer(model)
+
+
+def test_a_frozen_parameter_stays_what_it_is():
+    model, _ = build()
+    frozen = [model.blocks[1].attn.c_qkv.weight, model.blocks[0].attn.value_embed.weight]
+    before = [p.requires_grad_(False).clone() for p in frozen]
+    train_a_little(model)
+    assert all(map(torch.equal, frozen, before))
+
+
+def test_a_matrix_that_was_cut_off_from_its_stack_is_noticed():
+    model, optimizer = build()
+    weight = model.blocks[0].mlp.c_fc.weight
+    weight.data.copy_(F.normalize(weight.data))
+    train.train_step(model, optimizer, train.make_scaler(model), batches())
+    weight.data = F.normalize(weight.data)
+    with pytest.raises(AssertionError, match="cuts a matrix off"):
+        train.train_step(model, optimizer, train.make_scaler(model), batches())
+
+
+@pytest.mark.parametrize("option", [dict(betas=(0.9, 0.8)), dict(weight_decay=0.5)], ids=str)
+def test_tables_refuse_what_they_would_ignore(option):
+    group = dict(kind="sparse", params=[train.NGramEmbedding(2, 8, 4, torch.float32).weight])
+    with pytest.raises(AssertionError, match="no momentum and no weight decay"):
+        train.MuonAdamW([group | dict(betas=(0.0, 0.8), weight_decay=0.0) | option], torch.float32)
+
+
+def test_a_batch_that_is_skipped_leaves_nothing_to_the_next_step():
+    weights = []
+    for skip in (False, True):
+        model, optimizer = build()
+        train.set_schedules(optimizer, 0.0, 0)
+        if skip:
+            model(*next(batches())[:2]).backward()
+            optimizer.zero_grad()
+        train.train_step(model, optimizer, train.make_scaler(model), batches())
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
 
 
 def test_a_table_with_a_dense_gradient_is_refused():
@@ -660,6 +725,7 @@ def run_loop(tokenizer, clock, monkeypatch, seed=0):
     config = dataclasses.replace(TINY, vocab_size=tokenizer.get_vocab_size())
     monkeypatch.setattr(train, "pick_size", lambda peak_flops: config)
     model, numbers = train.train(clock, tokenizer, CPU, seed, prepare.GPU(None, 0.0))
+    assert not model.training, "an edit's dropout would be scored"
     return torch.cat([p.detach().flatten() for p in model.parameters()]), numbers
 
 
