@@ -293,6 +293,7 @@ def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]
 
     cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
     env = os.environ | {IN_A_WAVE: "1" if commands[1:] else "no weights"}
+    env["AUTORESEARCH_HEAD"] = "0000000\t"  # this checkout has no history for git to look at
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
     if env.get("OMP_NUM_THREADS") == str(cores) == str(len(os.sched_getaffinity(0))):
         del env["OMP_NUM_THREADS"]  # Ray has set it, but a run that has all cores chooses as it does without Ray
