@@ -286,7 +286,7 @@ class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
-        assert K <= E and 2 * C % K == 0, config
+        assert 0 < K <= E and 2 * C % K == 0, config
         self.experts_per_token = K
         self.router = Linear(C, E)
         self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))

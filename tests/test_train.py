@@ -290,7 +290,7 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
-@pytest.mark.parametrize("experts, per_token", [(2, 3), (8, 6)], ids=["too many", "not equal parts of 128 columns"])
+@pytest.mark.parametrize("experts, per_token", [(2, 0), (2, 3), (8, 6)], ids=["none", "too many", "not equal parts"])
 def test_experts_refuse_a_number_for_each_token_that_cannot_be(experts, per_token):
     with pytest.raises(AssertionError, match=f"experts_per_token={per_token}"):
         build(dataclasses.replace(TINY, num_experts=experts, experts_per_token=per_token))
