@@ -486,7 +486,7 @@ def main() -> int | None:
         parser.error(f"{args.command} takes no {args.revisions[0]}")
     if args.seeds if args.command == "run" else args.seed is not None:
         parser.error("--seed is for a run, --seeds for a wave or a report")
-    if args.per_gpu != 1 and not (args.per_gpu > 1 and args.tokens):
+    if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
         parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
     args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     args.budget = prepare.budget_name(args.seconds, args.tokens, args.gpu)

@@ -122,7 +122,7 @@ def pick_size(peak_flops: float) -> Config:
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(seconds / TIME_BUDGET), a power of two: small batches learn more from each token."""
+    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more from each token."""
     assert config.total_batch_size % config.seq_len == 0, f"seq_len must divide total_batch_size: {config}"
     sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
     device_batch_size = math.gcd(config.device_batch_size, sequences)
@@ -339,11 +339,9 @@ class Block(nn.Module):
         return self.mix_channels(self.mix_tokens(x, x0, idx, cos, sin))
 
 
+@functools.cache  # all blocks and steps share one
 def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-compiled_once = functools.cache(compiled)
 
 
 class GPT(nn.Module):
@@ -581,8 +579,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        for p in (p for group in self.param_groups if group["kind"] == "sparse" for p in group["params"]):
-            p.sparse_grads.clear()
+        for group in self.param_groups:
+            for p in group["params"] if group["kind"] == "sparse" else ():
+                p.sparse_grads.clear()
 
     @torch.no_grad()
     def step(self):
@@ -590,7 +589,7 @@ class MuonAdamW(torch.optim.Optimizer):
         loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
         assert loss_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
         skip = found_inf > 0
-        wrap = compiled_once if self.device.type == "cuda" else (lambda f: f)
+        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
         self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])

@@ -309,7 +309,7 @@ def record(
     with (
         Recorder(custom) as recorder,
         patch.object(F, "scaled_dot_product_attention", memory_efficient if own < (8, 0) else sdpa_by_flash),
-        patch.object(train, "compiled_once", functools.cache(train.compiled)),
+        patch.object(train, "compiled", functools.cache(train.compiled.__wrapped__)),
         patch.object(train.GPT, "init_weights", lambda model: None),  # it looks at values
         patch.object(train, "load_fa3", lambda: flash if fa3 and own[0] == 9 else None),
         patch.object(train, "NGRAMS", () if port else train.NGRAMS),

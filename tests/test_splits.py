@@ -284,7 +284,7 @@ def test_prepared_without_a_gpu_a_hub_dataset_has_one_shard_and_says_so(cache, c
     assert len(prepare.hub_splits("climbmix", 1)[0]) == 1 and not capsys.readouterr().out
 
 
-def test_a_dataset_of_the_first_version_is_made_anew(tmp_path, monkeypatch):
+def test_a_dataset_of_the_first_version_is_made_anew(tmp_path):
     """Its train split held what is for testing now."""
     folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
     before = tree(folder)

@@ -252,7 +252,8 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, rem
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
     if "another" in remedy:
-        fcntl.flock(first := open(clone.folder / "results.tsv.wave", "ab"), fcntl.LOCK_EX)  # noqa: F841
+        other = open(clone.folder / "results.tsv.wave", "ab")
+        fcntl.flock(other, fcntl.LOCK_EX)
     output = clone.finish(clone.wave(*arguments), code=2 if "error" in remedy else 1)
     assert re.search(rf"^night\.py: .*{remedy}", output, re.M)
 
