@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import harness
 import prepare
 from kernels import Linear4bit, fused_linear_cross_entropy, group_rows, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
@@ -688,11 +689,11 @@ def train_step(model, optimizer, scaler, loader):
     return total, epoch
 
 
-def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: prepare.GPU):
+def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: harness.GPU):
     """Returns the model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
-    prepare.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
+    harness.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
 
     torch.manual_seed(seed)
     model.init_weights()
@@ -722,4 +723,4 @@ def train(clock: prepare.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
 
 
 if __name__ == "__main__":
-    prepare.run(train, build_model)
+    harness.run(train, build_model)

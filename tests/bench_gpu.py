@@ -40,8 +40,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import harness
 import kernels
-import prepare
 import train
 from prepare import EVAL_TOKENS, TIME_BUDGET, VOCAB_SIZE
 
@@ -86,7 +86,7 @@ LOW_POWER_GEMM = {  # FLOP/s, so that large GEMMs take what they took there, onc
     "T4": 26e12,  # 24 TFLOP/s, 4096^3: https://forums.developer.nvidia.com/t/264462
     "L4": 60e12,  # 54 to 59 TFLOP/s, 8192^3 (ZZC: https://github.com/zzc0721/torch-performance-test-data/issues/120)
 }
-# Share of prepare.peak_flops in the best of large GEMMs, by compute capability
+# Share of harness.peak_flops in the best of large GEMMs, by compute capability
 BEST_GEMM = {
     (7, 0): 95 / 125,  # V100, 8192^3 (MLI)
     (8, 0): 271 / 312,  # A100 (MAMF: https://github.com/stas00/ml-engineering/tree/master/compute/accelerator)
@@ -96,7 +96,7 @@ BEST_GEMM = {
     (10, 0): 1745 / 2250,  # B200 (MAMF)
 }
 REAL_GEMM = 0.9  # of that: our shapes run at 650 to 780 TFLOP/s on an H200 (measured)
-# Share of prepare.peak_flops that attention reaches, forward and backward, in what it computes of the mask's tiles.
+# Share of harness.peak_flops that attention reaches, forward and backward, in what it computes of the mask's tiles.
 FA2 = 0.73, 0.63  # on an A100, the highest: https://arxiv.org/abs/2307.08691; an RTX A5000: .73, .63 to .70
 # H200, 64 x 2048 tokens, 5 heads of 128, both ways together: FA3 takes 2.81 ms for the whole context, cuDNN 3.02
 # (measured). These shares give that, beside the bytes; and 1.42 ms where windows of 256 take FA3 1.54, 1.13 where
@@ -119,8 +119,8 @@ ATOMICS = 100e9 / (132 * 1980e6)
 @functools.cache
 def rates(gpu: str, fa3: bool = True) -> Rates:
     """fa3: whether FlashAttention-3 is installed, which counts on a Hopper."""
-    capability, multiprocessors, mhz, _ = prepare.GPUS[gpu]
-    peak = prepare.peak_flops(*prepare.GPUS[gpu]) * BASE_CLOCK.get(gpu, 1)  # FLOP/s
+    capability, multiprocessors, mhz, _ = harness.GPUS[gpu]
+    peak = harness.peak_flops(*harness.GPUS[gpu]) * BASE_CLOCK.get(gpu, 1)  # FLOP/s
     gemm = LOW_POWER_GEMM.get(gpu) or peak * REAL_GEMM * BEST_GEMM[capability]
     fp32_gemm = gemm / 2  # TF32
     if capability < (8, 0):
@@ -167,11 +167,11 @@ PORT = train.Config(
 
 
 def size_for(gpu: str) -> train.Config:
-    return train.pick_size(prepare.peak_flops(*prepare.GPUS[gpu]))
+    return train.pick_size(harness.peak_flops(*harness.GPUS[gpu]))
 
 
 def fit(config: train.Config, gpu: str, fa3: bool = True) -> train.Config:
-    """Halves the device batch until it fits into memory, with a tenth to spare, as prepare.warm_up does."""
+    """Halves the device batch until it fits into memory, with a tenth to spare, as harness.warm_up does."""
     while 1.1 * predict(config, gpu, fa3)["memory_gb"] > MEMORY[gpu][0] and config.device_batch_size > 1:
         config = dataclasses.replace(config, device_batch_size=config.device_batch_size // 2)
     return config
@@ -287,7 +287,7 @@ def flash_kernel(backward: bool, args, out) -> list[Kernel]:
 
 def chunk_rows(gpu: str, vocab_size: int = VOCAB_SIZE) -> int:
     """Most rows per chunk of the fused cross-entropy."""
-    properties = SimpleNamespace(multi_processor_count=prepare.GPUS[gpu][1])
+    properties = SimpleNamespace(multi_processor_count=harness.GPUS[gpu][1])
     with patch.object(torch.cuda, "get_device_properties", lambda _: properties):
         return kernels._chunk_rows(2**30, vocab_size, 2, torch.device("cuda"))
 
@@ -340,7 +340,7 @@ def record(
 @functools.cache
 def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
     """A step on a GPU, and what it consists of."""
-    recorder, model, optimizer = record(config, prepare.GPUS[gpu][0], chunk_rows(gpu), fa3=fa3)
+    recorder, model, optimizer = record(config, harness.GPUS[gpu][0], chunk_rows(gpu), fa3=fa3)
     step_seconds, rows = 0.0, defaultdict(lambda: [0.0, 0.0, 0.0, 0])  # seconds, FLOPs, bytes, launches
     for kernel in recorder.kernels:
         took = rates(gpu, fa3).seconds(kernel)
@@ -368,7 +368,7 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
 
 def start_and_evaluation(config: train.Config, gpu: str = "T4", fa3: bool = True) -> tuple[float, float]:
     """Seconds of a run before its clock and after it."""
-    evaluation, *_ = record(config, prepare.GPUS[gpu][0], chunk_rows(gpu), evaluation=True, fa3=fa3)
+    evaluation, *_ = record(config, harness.GPUS[gpu][0], chunk_rows(gpu), evaluation=True, fa3=fa3)
     # What training has compiled serves the evaluation, too, unless it is the port's
     training = predict(config, gpu, fa3)["recorder"]
     graphs = {str(m.graph): (m, k) for m, k in [*training.graphs, *evaluation.graphs]}.values()
@@ -390,7 +390,7 @@ def tokens_in(budget: float, config: train.Config, gpu: str = "T4", fa3: bool = 
 
 def describe(gpu: str, p: dict) -> str:
     """Of a prediction: dtype and kind of attention."""
-    backend = "FA3" if p["flash"] else "cuDNN" if prepare.GPUS[gpu][0] >= (8, 0) else "memory-efficient"
+    backend = "FA3" if p["flash"] else "cuDNN" if harness.GPUS[gpu][0] >= (8, 0) else "memory-efficient"
     return f"{'bf16' if p['dtype'] == torch.bfloat16 else 'fp16'}, {backend}"
 
 
@@ -422,7 +422,7 @@ def show_all() -> None:
     print("Modelled, not measured; the head of this file says how. H100 and H200 with FlashAttention-3 and without.\n")
     print("| GPU | numerics, attention | size | sequences | tokens/s | M tokens in 300 s | MFU | peak GiB | total s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for gpu, (capability, *_) in prepare.GPUS.items():
+    for gpu, (capability, *_) in harness.GPUS.items():
         for fa3 in (True, False) if capability[0] == 9 else (True,):
             config = fit(size_for(gpu), gpu, fa3)
             p, (start, evaluation) = predict(config, gpu, fa3), start_and_evaluation(config, gpu, fa3)
@@ -433,7 +433,7 @@ def show_all() -> None:
                 f"{config.device_batch_size} of {config.total_batch_size // config.seq_len}",
                 f"{p['tokens_per_sec'] / 1e3:,.0f} k",
                 f"{tokens_in(TIME_BUDGET, config, gpu, fa3) / 1e6:.1f}",
-                f"{p['tflops'] * 1e12 / prepare.peak_flops(*prepare.GPUS[gpu]):.0%}",
+                f"{p['tflops'] * 1e12 / harness.peak_flops(*harness.GPUS[gpu]):.0%}",
                 f"{p['memory_gb']:.1f}",
                 f"{start + TIME_BUDGET + evaluation:.0f}",
             ]
@@ -442,7 +442,7 @@ def show_all() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicts a training step on a GPU that is not at hand.")
-    parser.add_argument("gpu", nargs="?", choices=prepare.GPUS, help="%(choices)s; none: a table of them all")
+    parser.add_argument("gpu", nargs="?", choices=harness.GPUS, help="%(choices)s; none: a table of them all")
     parser.add_argument("--set", nargs="*", default=[], metavar="SIZE=N", help="other sizes than that GPU gets")
     parser.add_argument("--no-fa3", action="store_true", help="a Hopper without FlashAttention-3")
     args = parser.parse_args()

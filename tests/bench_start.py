@@ -73,10 +73,10 @@ def main() -> None:
         if "--warm" not in sys.argv:
             os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         threading.Thread(target=sample, args=(seconds, threading.get_ident(), started), daemon=True).start()
-        import prepare
+        import harness
 
-        start = prepare.Clock.start
-        prepare.Clock.start = lambda clock: (start(clock), started.set())[0]
+        start = harness.Clock.start
+        harness.Clock.start = lambda clock: (start(clock), started.set())[0]
         sys.argv = ["train.py", "--tokens=1", *options]  # with the batch of five minutes
         try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

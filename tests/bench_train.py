@@ -71,7 +71,7 @@ def evaluate_both(model, tokenizer, *args):
     print(f"bos_seconds: {{time.perf_counter() - start:.1f}}")
     return val_bpb
 prepare.evaluate_bpb = evaluate_both
-prepare.run(train.train, train.build_model)
+harness.run(train.train, train.build_model)
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"
 KEYS = {  # column: key in the summary of our train.py; a peer prints the first five

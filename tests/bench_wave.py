@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import prepare
+import harness
 
 
 def timed(clone: Path, *command: str) -> tuple[float, list[dict]]:
     """Seconds, and the rows that it has left."""
-    before, start = len(prepare.read_results(clone / "results.tsv")), time.perf_counter()
+    before, start = len(harness.read_results(clone / "results.tsv")), time.perf_counter()
     env = os.environ | {"AUTORESEARCH_SCREENING": "1"}  # or a short run by itself would leave none
-    subprocess.run([sys.executable, "night.py", *command], cwd=clone, env=env, check=True)
-    return time.perf_counter() - start, prepare.read_results(clone / "results.tsv")[before:]
+    subprocess.run([sys.executable, "-m", "night", *command], cwd=clone, env=env, check=True)
+    return time.perf_counter() - start, harness.read_results(clone / "results.tsv")[before:]
 
 
 def main() -> None:
@@ -43,11 +43,11 @@ def main() -> None:
     options = [f"--{name}={value}" for name, value in given.items() if value]
     seeds = ",".join(map(str, range(gpus * args.per_gpu)))
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "clone", "-q", str(prepare.RESULTS.parent), folder], check=True)
+        subprocess.run(["git", "clone", "-q", str(harness.RESULTS.parent), folder], check=True)
         timed(Path(folder), "run", *options)  # compiles: what is measured finds it in the caches
         alone, (row,) = timed(Path(folder), "run", *options)
         together, rows = timed(Path(folder), "wave", "HEAD", f"--seeds={seeds}", f"--per-gpu={args.per_gpu}", *options)
-    print(f"\n{gpus} x {prepare.gpu_name()}, {args.per_gpu} runs on each at once")
+    print(f"\n{gpus} x {harness.gpu_name()}, {args.per_gpu} runs on each at once")
     print(f"{'':24}{'alone':>10}{'together':>10}{'ratio':>8}")
     print(f"{'seconds, all included':24}{alone:10.1f}{together:10.1f}{together / alone:8.3f}")
     for name, choose in {"fewest": min, "median": statistics.median, "most": max}.items():

@@ -266,7 +266,7 @@ SECTIONS = [
         ('getattr(optimizer, "num_skipped", 0)', 'getattr(optimizer, "steps", 0)'),
         ("vocab_size=tokenizer.get_vocab_size())", "vocab_size=VOCAB_SIZE)"),
     ]),
-    ("The wiring of a run", "prepare.py", WIRING, [
+    ("The wiring of a run", "harness.py", WIRING, [
         ("        model.config = dataclasses.replace(config, device_batch_size=smaller)\n", "        config = dataclasses.replace(config, device_batch_size=smaller)\n        return\n"),
         ("train(clock, tokenizer, device, args.seed, gpu)", "train(clock, tokenizer, device, 42, gpu)"),
         ("evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)", "evaluate_bpb(model, tokenizer, 4 * config.device_batch_size, config.seq_len)"),
@@ -289,19 +289,19 @@ SECTIONS = [
         ("cache_key_tag = str(SDPA_BACKENDS)", "cache_key_tag = str(SDPA_BACKENDS[2:])"),
         ("config.full_heads * (i % 4 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
-    ("The weights", "prepare.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
+    ("The weights", "harness.py", ["test_run.py", "-k", "saved_weights or weights_are"], [
         ("else t).contiguous() for", "else t) for"),
         ('if status == "keep" and os', 'if status != "discard" and os'),
         ('glob(f"{WEIGHTS.name}.part*")', 'glob(f"{WEIGHTS.name}.*")'),
     ]),
-    ("The compiler", "prepare.py", ["test_gpu.py", "-k", "inductor"], [
+    ("The compiler", "harness.py", ["test_gpu.py", "-k", "inductor"], [
         ("== ReductionHint.DEFAULT", "!= ReductionHint.INNER"),
         ("features.reduction_numel, 1024)", "features.reduction_numel, 512)"),
         ("(unsure and short) or default", "unsure or default"),
         ("staticmethod(in_one_pass)", "staticmethod(default)"),
         ("force_filter_reduction_configs = True", "force_filter_reduction_configs = False"),
     ]),
-    ("The warm-up", "prepare.py", ["test_train.py", "-k", "warm_up"], [
+    ("The warm-up", "harness.py", ["test_train.py", "-k", "warm_up"], [
         ("        model.zero_grad(set_to_none=True)\n        print(f\"Out", "        print(f\"Out"),
         ("if config.device_batch_size == 1:\n                raise", "pass"),
         ("if sequences % b == 0)", ")"),
@@ -318,7 +318,7 @@ SECTIONS = [
         ("stream = TokenStream(tokenizer, split)\n    n = min", "stream = TokenStream(tokenizer, 'train')\n    n = min"),
         (".sum(dtype=torch.float64)", ".mean(dtype=torch.float64) * batch_size * seq_len // 1"),
     ]),
-    ("The clock", "prepare.py", CLOCK, [
+    ("The clock", "harness.py", CLOCK, [
         ("self.tokens += tokens", "self.tokens = tokens"),
         ("self.tokens / self.limit if self.limit else", "self.tokens / self.limit if self.limit is None else"),
         ("return min(1.0, self.tokens", "return (self.tokens"),
@@ -347,7 +347,7 @@ SECTIONS = [
         ("np.random.RandomState(1)", "np.random.RandomState(2)"),
         ("return piece if len(piece) == n else", "return piece if len(piece) else"),
     ]),
-    ("The log", "prepare.py", LOG, [
+    ("The log", "harness.py", LOG, [
         ('round(val_bpb, 6) >= best["val_bpb"]', 'round(val_bpb, 6) > best["val_bpb"]'),
         ('round(val_bpb, 6) >= best["val_bpb"]', 'val_bpb >= best["val_bpb"]'),
         ('(row["gpu"], row["dataset"]) == (gpu, dataset)', 'row["gpu"] == gpu'),
@@ -361,23 +361,23 @@ SECTIONS = [
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
         ('f"{description} [{reason}]" if reason', "description if reason"),
     ]),
-    ("The log", "prepare.py", ["test_prepare_faults.py", "-k", "row"], [
+    ("The log", "harness.py", ["test_prepare_faults.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The report", "night.py", ["test_report.py", "-k", "test_score"], [
+    ("The report", "night/wave.py", ["test_report.py", "-k", "test_score"], [
         ("not args.score or TEST in", "True or TEST in"),
         ('key=lambda row: row["status"] != "crash")', "key=lambda row: 0)"),
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
     ]),
-    ("A run in a night", "prepare.py", ["test_night.py", "-k", "says_if or brackets"], [
+    ("A run in a night", "harness.py", ["test_night.py", "-k", "says_if or brackets"], [
         ('" (train.py differs)" * dirty', '""'),
         ('reason.translate(str.maketrans("[]", "()"))', "reason"),
     ]),
-    ("A run in a night", "night.py", ["test_night.py", "-k", "put_aside"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "put_aside"], [
         ("logged and len(rows_of(head[0])) <= before", "logged and len(rows_of(head[0])) < 2"),
     ]),
-    ("A run in a night", "night.py", ["test_night.py", "-k", "dataset_that"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "dataset_that"], [
         ("dataset=dataset, reason=reason)", "dataset=prepare.dataset_id(), reason=reason)"),
     ]),
 ]  # fmt: skip
@@ -399,6 +399,7 @@ class Bug:
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
             shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / "night", folder / "night", ignore=shutil.ignore_patterns("__pycache__"))
             for path in ROOT.iterdir():
                 if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
                     shutil.copy(path, folder)

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parent.parent
+NIGHT = [f"night/{path.name}" for path in ROOT.glob("night/*.py")]
+FILES = ["train.py", "prepare.py", "harness.py", "kernels.py", *NIGHT]
 WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
     " "
 )
@@ -31,6 +33,13 @@ def write_corpus(folder: Path) -> Path:
     for seed in (0, 1, 2, 6541, 6542):
         write_parquet(folder / f"shard_{seed:05d}.parquet", texts(seed))
     return folder
+
+
+def copy_files(folder: Path) -> None:
+    """The programs, as a clone has them."""
+    (folder / "night").mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from record_kernels import ATTENTION_TILE, Recorder
 
-import prepare
+import harness
 import train
 
 T4 = bench_gpu.size_for("T4")
@@ -94,8 +94,8 @@ def test_attention_computes_what_the_mask_keeps_and_half_a_tile_at_each_edge():
 
 
 def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
-    for gpu, specification in prepare.GPUS.items():
-        peak, rates = prepare.peak_flops(*specification), bench_gpu.rates(gpu)
+    for gpu, specification in harness.GPUS.items():
+        peak, rates = harness.peak_flops(*specification), bench_gpu.rates(gpu)
         assert bench_gpu.MEMORY[gpu][1] * 0.7 < rates.memory < bench_gpu.MEMORY[gpu][1]
         assert max(rates.attention_forward, rates.attention_backward) < rates.gemm < peak
     order = ("T4", "L4", "A100", "H100", "H200", "B200")
@@ -106,7 +106,7 @@ def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
 
 def test_each_gpu_runs_its_own_numerics():
     def dtypes_and_ops(gpu, fa3):
-        recorder, model, _ = bench_gpu.record(SMALL, prepare.GPUS[gpu][0], 4096, evaluation=True, fa3=fa3)
+        recorder, model, _ = bench_gpu.record(SMALL, harness.GPUS[gpu][0], 4096, evaluation=True, fa3=fa3)
         return model.dtype, model.blocks[0].attn.flash is not None, "flash_forward" in recorder.ops
 
     assert dtypes_and_ops("V100", True) == (torch.float16, False, False)

@@ -1,4 +1,4 @@
-"""Claims about prepare.pick_gpu: what an experiment gets to know of the GPU."""
+"""Claims about harness.pick_gpu: what an experiment gets to know of the GPU."""
 
 from types import SimpleNamespace
 
@@ -13,19 +13,20 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
+import harness
 import prepare
 
 DATASHEETS = {"T4": 65, "V100": 125, "L4": 121, "RTX3060": 25.5, "RTX3090": 71, "RTX4090": 165, "A100": 312}
 DATASHEETS |= {"H100": 989.5, "H200": 989.5, "B200": 2250}
 
 
-@pytest.mark.parametrize("name", prepare.GPUS)
+@pytest.mark.parametrize("name", harness.GPUS)
 def test_peak_flops_are_the_datasheets_dense_tflops(name):
-    assert prepare.peak_flops(*prepare.GPUS[name]) == pytest.approx(DATASHEETS[name] * 1e12, rel=0.01)
+    assert harness.peak_flops(*harness.GPUS[name]) == pytest.approx(DATASHEETS[name] * 1e12, rel=0.01)
 
 
 def test_gpus_of_one_capability_differ_by_multiprocessors_and_by_being_a_geforce():
-    assert prepare.peak_flops((8, 6), 84, 1740, False) == pytest.approx(149.7e12, rel=0.01)  # an A40
+    assert harness.peak_flops((8, 6), 84, 1740, False) == pytest.approx(149.7e12, rel=0.01)  # an A40
 
 
 @pytest.fixture
@@ -45,12 +46,12 @@ def machine(monkeypatch):
 
 def test_the_gpu_that_is_there_is_found(machine):
     machine("Tesla T4", 7, 5, 40, 1590)
-    device, gpu = prepare.pick_gpu()
+    device, gpu = harness.pick_gpu()
     assert device.type == "cuda" and gpu.capability == (7, 5) and gpu.peak_flops == pytest.approx(65e12, rel=0.01)
     machine("NVIDIA GeForce RTX 3090", 8, 6, 82, 1695)
-    assert prepare.pick_gpu()[1].peak_flops == pytest.approx(71e12, rel=0.01)
+    assert harness.pick_gpu()[1].peak_flops == pytest.approx(71e12, rel=0.01)
     machine("NVIDIA Rubin", 11, 0, 200, 2000)  # of which we know nothing
-    assert prepare.pick_gpu()[1].peak_flops > 400e12
+    assert harness.pick_gpu()[1].peak_flops > 400e12
 
 
 def test_where_pytorch_does_not_know_the_clock_the_driver_is_asked(machine, monkeypatch):
@@ -63,41 +64,41 @@ def test_where_pytorch_does_not_know_the_clock_the_driver_is_asked(machine, monk
         return error
 
     driver = SimpleNamespace(cuDeviceGetAttribute=get_attribute)
-    monkeypatch.setattr(prepare.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(harness.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     error = 0
-    assert prepare.pick_gpu()[1].peak_flops == pytest.approx(65e12, rel=0.01)
+    assert harness.pick_gpu()[1].peak_flops == pytest.approx(65e12, rel=0.01)
     error = 1
     with pytest.raises(prepare.PrepareError, match=r"clock of Tesla T4 \(error 1\)"):
-        prepare.pick_gpu()
+        harness.pick_gpu()
 
 
 def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine):
     machine("NVIDIA H200", 9, 0, 132, 1980)
-    assert prepare.pick_gpu("T4")[1] == prepare.GPU((7, 5), prepare.peak_flops(*prepare.GPUS["T4"]))
-    assert prepare.pick_gpu("B200")[1].capability == (9, 0)
-    assert prepare.pick_gpu("cpu") == (torch.device("cpu"), prepare.GPU(None, 0.0))
+    assert harness.pick_gpu("T4")[1] == harness.GPU((7, 5), harness.peak_flops(*harness.GPUS["T4"]))
+    assert harness.pick_gpu("B200")[1].capability == (9, 0)
+    assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0))
 
 
 def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert prepare.pick_gpu() == (torch.device("cpu"), prepare.GPU(None, 0.0))
-    assert prepare.pick_gpu("H100") == (
+    assert harness.pick_gpu() == (torch.device("cpu"), harness.GPU(None, 0.0))
+    assert harness.pick_gpu("H100") == (
         torch.device("cpu"),
-        prepare.GPU(None, prepare.peak_flops(*prepare.GPUS["H100"])),
+        harness.GPU(None, harness.peak_flops(*harness.GPUS["H100"])),
     )
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(prepare.PrepareError, match=r"--gpu T5 is unknown.*T4.*cpu"):
-        prepare.pick_gpu("T5")
+        harness.pick_gpu("T5")
 
 
 def test_an_amd_gpu_is_refused_with_what_runs_there(machine, monkeypatch):
     machine("AMD Instinct MI300X", 9, 4, 304, 2100)
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(prepare.PrepareError, match="only --gpu cpu runs"):
-        prepare.pick_gpu()
+        harness.pick_gpu()
 
 
 def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
@@ -119,7 +120,7 @@ def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
         config.patch(changed),  # restored, too
         aot_autograd.patch(autograd_cache_allow_custom_autograd_functions=False),
     ):
-        prepare.start_compiler()
+        harness.start_compiler()
         assert getattr(config.test_configs, "force_filter_reduction_configs", True), "or reductions have up to four"
         assert aot_autograd.autograd_cache_allow_custom_autograd_functions, "or sum_rows is compiled anew each time"
     assert in_one_pass(ReductionHint.DEFAULT, 128) and in_one_pass(ReductionHint.DEFAULT, 1024)

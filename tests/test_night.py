@@ -14,18 +14,20 @@ import uuid
 from pathlib import Path
 
 import pytest
-from small_corpus import ROOT, WORDS
+from small_corpus import FILES, ROOT, WORDS, copy_files
 
-import night as night_py
+import harness
 import prepare
+from night.plot import plot
+from night.rows import name_of
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
-HEADER = "\t".join(prepare.COLUMNS) + "\n"
+HEADER = "\t".join(harness.COLUMNS) + "\n"
 
 # What train.py does around its training, in 0.3 s. BODY is what an experiment does in there.
 STUB = """\
 import os, signal, subprocess, sys, threading, time
-from prepare import log_result
+from harness import log_result
 
 def interrupted(*_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,8 +63,7 @@ class Night:
         self.folder, self.log = folder, folder / "run.log"
         binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
-            folder / "prepare.py": (ROOT / "prepare.py").read_text("utf-8"),
-            folder / "night.py": (ROOT / "night.py").read_text("utf-8"),
+            **{folder / name: (ROOT / name).read_text("utf-8") for name in FILES},
             folder / "results.tsv": HEADER,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
@@ -148,7 +149,7 @@ class Night:
     def rows(self) -> list[dict]:
         """All of them well formed, or it fails."""
         header, *lines = (self.folder / "results.tsv").read_text("utf-8").split("\n")[:-1]
-        rows = prepare.read_results(self.folder / "results.tsv")
+        rows = harness.read_results(self.folder / "results.tsv")
         assert header + "\n" == HEADER and len(rows) == len(lines)
         return rows
 
@@ -171,7 +172,7 @@ def night(prepared, tmp_path) -> Night:
 
 def test_a_log_that_cannot_grow_costs_the_log_and_not_the_run(night):
     night.edit("talks a lot", "sys.stderr.write('warning\\n' * 100_000)\n    val_bpb = 1.2")
-    night.run("python night.py run 2> /dev/full")
+    night.run("python -m night run 2> /dev/full")
     assert [row["val_bpb"] for row in night.rows()] == [1.2]
 
 
@@ -187,7 +188,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     loop = night.start(RUN)
     while not night.log.exists() or "training" not in night.log.read_text():
         time.sleep(0.01)
-    os.kill(night.process("night.py", "run", leads_session=False), signal.SIGINT)
+    os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGINT)
     loop.wait(600)
     assert "KeyboardInterrupt" in night.log.read_text()
     assert night.decide() == "crash"
@@ -210,7 +211,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
 )
 def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit, reason):
     night.edit("idea", body)
-    night.run(RUN.replace("night.py run", f"night.py run --limit {limit}"))
+    night.run(RUN.replace("night run", f"night run --limit {limit}"))
     assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
     assert not night.processes()
 
@@ -247,7 +248,7 @@ def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
     night.edit("idea", "time.sleep(60)")
     loop = night.start(RUN)
     night.process("train.py")
-    os.kill(night.process("night.py", "run", leads_session=guard), signal.SIGKILL)
+    os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
     loop.wait(600)
     assert night.all_gone()
     assert [row["description"] for row in night.rows()] == rows
@@ -255,14 +256,14 @@ def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
 
 def test_exit_status_options_and_output_are_those_of_train_py(night):
     night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
-    process = night.start("python night.py run --seed 5 --limit 60")
+    process = night.start("python -m night run --seed 5 --limit 60")
     assert "['--seed=5']" in process.communicate(timeout=600)[0] and process.returncode == 3
 
 
 def test_a_budget_set_by_hand_leaves_no_crash_row(night):
     """Nor would it leave a row if it were good."""
     night.edit("smoke", "os._exit(1)")
-    night.run("python night.py run --seconds 5; python night.py run --tokens=5; python night.py run --seconds 0")
+    night.run("python -m night run --seconds 5; python -m night run --tokens=5; python -m night run --seconds 0")
     assert night.rows() == []
 
 
@@ -304,9 +305,9 @@ def test_a_row_says_if_its_commit_does_not_hold_its_train_py(night):
 def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     where = dict(val_bpb=0.0, memory_gb=0.0, gpu="g", dataset="d", commit="abc")
-    prepare.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
-    (row,) = prepare.read_results()
-    assert night_py.name_of(row) == ("abc", "idea [2]") and row["description"].endswith("[norms (nan, 1.0) at step 5]")
+    harness.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
+    (row,) = harness.read_results()
+    assert name_of(row) == ("abc", "idea [2]") and row["description"].endswith("[norms (nan, 1.0) at step 5]")
 
 
 def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(night, tmp_path):
@@ -356,8 +357,7 @@ def test_noise_rows_are_named_by_their_seed(night):
 
 
 def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path):
-    for name in ("prepare.py", "kernels.py", "train.py"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    copy_files(tmp_path)
     train = [sys.executable, "train.py", "--seconds", "1", "--gpu", "cpu"]
     with open(tmp_path / "run.log", "w") as log:
         env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
@@ -370,14 +370,14 @@ def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path)
 
 
 def test_options_in_the_documents_exist():
-    """Each of train.py, prepare.py and night.py."""
-    train, data = (ROOT / "prepare.py").read_text("utf-8").split("# The making of data starts here.")
-    sources = {"train": train, "prepare": data, "night": (ROOT / "night.py").read_text("utf-8")}  # by their parsers
+    """Each of train.py, prepare.py and night."""
+    parsers = {"train": "harness.py", "prepare": "prepare.py", "night": "night/__main__.py"}
+    sources = {name: (ROOT / file).read_text("utf-8") for name, file in parsers.items()}
     known = {name: set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
     known["night"] |= known["train"]  # run passes them on
     for document in ("README.md", "program.md", "colab.ipynb"):
         text = re.sub(r"\$\(.*\)", "", (ROOT / document).read_text("utf-8"))  # other commands within
-        for script, arguments in re.findall(r"(\w+)\.py([^`|;&>\n]*)", text):
+        for script, arguments in re.findall(r"(train|prepare|night)(?:\.py| )([^`|;&>\n]*)", text):
             if script in known:
                 assert set(re.findall(r"--[a-z-]+", arguments)) <= known[script], (document, script, arguments)
 
@@ -410,7 +410,7 @@ def drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
     def draw() -> list:
-        night_py.plot()
+        plot()
         assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
         return figures[-1].axes
 
@@ -436,8 +436,8 @@ def check_chart(chart, rows: list[dict]) -> None:
 
 
 def test_picture_has_a_chart_for_each_gpu_with_every_experiment_and_a_table_of_the_kept_ones(drawn):
-    simulated(prepare.RESULTS)
-    rows = prepare.read_results()
+    simulated(harness.RESULTS)
+    rows = harness.read_results()
     for chart, gpu in zip(drawn(), ("NVIDIA H200", "Tesla T4"), strict=True):
         panel = [row for row in rows if row["gpu"] == gpu]
         check_chart(chart, panel)
@@ -456,18 +456,18 @@ def test_picture_is_whole_whatever_the_number_of_experiments(drawn, runs, kept):
     for i in range(runs):
         reason = {"reason": "out of memory"} if i and (kept == "one" or i % 7 == 1) else {}
         score = dict(val_bpb=1.1854 - 0.1 * i / runs, memory_gb=1.0, gpu="g", dataset="d")
-        prepare.log_result(**score, **reason, commit=f"{i:07x}", description=f"idea {i} " + 30 * "long ")
+        harness.log_result(**score, **reason, commit=f"{i:07x}", description=f"idea {i} " + 30 * "long ")
     (chart,) = drawn()
-    check_chart(chart, prepare.read_results())
+    check_chart(chart, harness.read_results())
     assert (" to " in chart.get_title("left")) == (kept == "some" and runs > 1)
 
 
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
-    prepare.log_result(val_bpb=1.3, description="idea [2]", **where)
-    prepare.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
-    prepare.log_result(val_bpb=0.0, description="other", reason="killed", **where)
-    prepare.log_result(val_bpb=1.2, description="idea, seed 1", **where)
+    harness.log_result(val_bpb=1.3, description="idea [2]", **where)
+    harness.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
+    harness.log_result(val_bpb=0.0, description="other", reason="killed", **where)
+    harness.log_result(val_bpb=1.2, description="idea, seed 1", **where)
     (chart,) = drawn()
     assert [label.get_text() for label in chart.get_legend().get_texts()] == ["0 discard", "2 keep", "1 crash"]
 
@@ -475,9 +475,9 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
 def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkeypatch, rows):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
-    prepare.RESULTS.write_text(HEADER + rows)
+    harness.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        night_py.plot()
+        plot()
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -485,15 +485,15 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
 def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
-        prepare.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
-    night_py.plot()
+        harness.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
+    plot()
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        night_py.plot()
+        plot()
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):
@@ -501,7 +501,7 @@ def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path
     pandas = pytest.importorskip("pandas", reason="pandas is autoresearch's dependency, not ours")
     simulated(tmp_path / "results.tsv")
     commit = dict(commit="abcdef1", description='a "quote", tab\t, 你好', path=tmp_path / "results.tsv")
-    prepare.log_result(val_bpb=1.0, memory_gb=2.0, gpu="Tesla T4", dataset="d-1", **commit)
+    harness.log_result(val_bpb=1.0, memory_gb=2.0, gpu="Tesla T4", dataset="d-1", **commit)
     table = pandas.read_csv(tmp_path / "results.tsv", sep="\t")
     assert list(table.columns)[:5] == ["commit", "val_bpb", "memory_gb", "status", "description"] and len(table) == 121
     bpb = pandas.to_numeric(table["val_bpb"], errors="coerce")

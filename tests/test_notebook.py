@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from small_corpus import ROOT
 
-import prepare
+import harness
 
 NOTEBOOK = ROOT / "colab.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 SOURCES = {cell["id"]: "".join(cell["source"]) for cell in CELLS}
 SETTINGS: dict = {}
 exec(SOURCES["parameters"], SETTINGS)
-FILES = ("prepare.py", "train.py", "kernels.py", "night.py")
+FILES = ("prepare.py", "train.py", "kernels.py", "harness.py")
 
 
 def test_git_holds_no_outputs_and_the_settings_of_a_run_that_counts():
@@ -119,7 +119,7 @@ def test_run_all_reaches_a_summary_a_picture_and_a_sample_and_keeps_all_on_drive
     drive.mkdir()
     where = dict(commit="abcdef0", gpu="cpu", dataset="embedded-0a1b2c3d", path=drive / "results.tsv")
     for val_bpb in (1.9, 1.8):  # an earlier session's
-        prepare.log_result(val_bpb=val_bpb, memory_gb=0.0, description=f"scored {val_bpb}", **where)
+        harness.log_result(val_bpb=val_bpb, memory_gb=0.0, description=f"scored {val_bpb}", **where)
     (clone / "google" / "colab").mkdir(parents=True)
     (clone / "google" / "colab" / "drive.py").write_text("def mount(path): assert path == '/content/drive'\n")
     binaries.mkdir()

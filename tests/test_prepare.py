@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
+import harness
 import prepare
-from prepare import EVAL_TOKENS, Clock, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
+from harness import Clock
+from prepare import EVAL_TOKENS, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
@@ -499,7 +501,7 @@ def test_an_empty_budget_is_refused(budget):
 def log(tmp_path):
     def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="climbmix-1", **fields) -> str:
         fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
-        return prepare.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
+        return harness.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
     return log
@@ -521,16 +523,16 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1\t39.3"
     assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\tclimbmix-1\t0.0"
     assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\tclimbmix-1\t0.0"
-    assert [row["status"] for row in prepare.read_results(log.path)].count("keep") == 5
+    assert [row["status"] for row in harness.read_results(log.path)].count("keep") == 5
 
 
 def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
-    assert prepare.best_result("T4", "climbmix-1", log.path) is None
+    assert harness.best_result("T4", "climbmix-1", log.path) is None
     log(1.5, description="first")
     log(1.3, gpu="H100")
     log(0.0, reason="killed")
     log(1.4, description="second")
-    assert prepare.best_result("T4", "climbmix-1", log.path)["description"] == "second"
+    assert harness.best_result("T4", "climbmix-1", log.path)["description"] == "second"
 
 
 def test_a_kept_row_that_was_edited_to_discard_still_is_a_figure_to_beat(log):
@@ -551,7 +553,7 @@ def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
     rows = list(csv.DictReader(text.splitlines(), delimiter="\t"))  # quotes as pandas treats them
     assert [row["val_bpb"] for row in rows] == ["1.500000", "1.400000"]
     assert all(None not in row and None not in row.values() for row in rows)
-    assert len(prepare.read_results(log.path)) == 2
+    assert len(harness.read_results(log.path)) == 2
 
 
 def test_commit_and_description_come_from_git(tmp_path, monkeypatch):
@@ -560,8 +562,8 @@ def test_commit_and_description_come_from_git(tmp_path, monkeypatch):
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", 'wider "MLP"\tagain'], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
     monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
-    prepare.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
-    (row,) = prepare.read_results()
+    harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
+    (row,) = harness.read_results()
     assert row["commit"] == head[:7] and row["description"] == "wider 'MLP' again"
 
 
@@ -570,8 +572,8 @@ def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
     for path in (str(tmp_path), os.environ["PATH"]):  # no git at all; git, but no repository
         monkeypatch.setenv("PATH", path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        prepare.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
-    assert [(row["commit"], row["description"]) for row in prepare.read_results()] == [("0000000", "")] * 2
+        harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
+    assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
 
 
 def test_status_is_decided_by_one_at_a_time(tmp_path):
@@ -585,20 +587,20 @@ def test_status_is_decided_by_one_at_a_time(tmp_path):
         return "keep", str(alone)
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: prepare.append_row(tmp_path / "results.tsv", row), range(12)))
+        list(pool.map(lambda _: harness.append_row(tmp_path / "results.tsv", row), range(12)))
     assert (tmp_path / "results.tsv").read_text().splitlines()[1:] == ["True"] * 12
 
 
 def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
     code = (
-        "import sys, prepare\nfor i in range(25): prepare.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
+        "import sys, prepare\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
     )
     code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path / "results.tsv")]
     writers = [subprocess.Popen([*command, str(i)], cwd=ROOT) for i in range(4)]
     assert [writer.wait(600) for writer in writers] == [0] * 4
     assert len((tmp_path / "results.tsv").read_text().splitlines()) == 101
-    rows, best = prepare.read_results(tmp_path / "results.tsv"), math.inf
+    rows, best = harness.read_results(tmp_path / "results.tsv"), math.inf
     assert len(rows) == 100
     for row in rows:  # each status follows from the rows above it: reading and appending are one step
         assert row["status"] == ("keep" if row["val_bpb"] < best else "discard")

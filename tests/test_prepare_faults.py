@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
+import harness
 import prepare
 from prepare import PrepareError, Tokenizer
 
@@ -516,7 +517,7 @@ def fuzzed(prepared, tmp_path_factory) -> Path:
     prepare.tokenize(["aaab abac", "text", "some text more"], folder / "a.bin", tokenizer, float("inf"))
     log = folder / "results.tsv"
     for i in range(4):
-        prepare.log_result(val_bpb=1 + i / 10, memory_gb=1, gpu="g", dataset="d", commit="c", description="é", path=log)
+        harness.log_result(val_bpb=1 + i / 10, memory_gb=1, gpu="g", dataset="d", commit="c", description="é", path=log)
     return folder
 
 
@@ -545,8 +546,8 @@ def fuzz_tokenizer(folder: Path, data) -> None:
 def fuzz_results(folder: Path, data) -> None:
     path = folder / "fuzzed.tsv"
     path.write_bytes(data.draw(mutations((folder / "results.tsv").read_bytes())))
-    rows = prepare.read_results(path)
-    assert all(set(row) == set(prepare.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
+    rows = harness.read_results(path)
+    assert all(set(row) == set(harness.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
 
 
 FUZZERS = pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
@@ -570,12 +571,12 @@ def test_no_file_of_ten_thousand_makes_a_reader_fail_otherwise(fuzzed, fuzz, dat
 
 # results.tsv
 
-HEADER = "\t".join(prepare.COLUMNS) + "\n"
+HEADER = "\t".join(harness.COLUMNS) + "\n"
 ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t9.0\n"
 
 
 def log(path: Path, val_bpb: float = 1.0) -> str:
-    return prepare.log_result(
+    return harness.log_result(
         val_bpb=val_bpb, memory_gb=1.0, gpu="T4", dataset="d", commit="1234567", description="now", path=path
     )
 
@@ -598,7 +599,7 @@ def test_garbage_at_the_end_does_not_swallow_the_row(tmp_path, garbage):
     path = tmp_path / "results.tsv"
     path.write_bytes((HEADER + ROW).encode() + garbage)
     assert log(path, 1.3) == "discard"
-    assert [row["description"] for row in prepare.read_results(path)] == ["before", "now"]
+    assert [row["description"] for row in harness.read_results(path)] == ["before", "now"]
     assert path.read_bytes().startswith((HEADER + ROW).encode() + garbage)
 
 
@@ -641,7 +642,7 @@ def test_half_a_row_is_never_written(tmp_path):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
 
-    command = [sys.executable, "-B", "-c", f"import prepare; prepare.log_result({fields}, path={str(path)!r})"]
+    command = [sys.executable, "-B", "-c", f"import prepare; harness.log_result({fields}, path={str(path)!r})"]
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
     assert path.read_text() == HEADER + ROW * 20
@@ -657,5 +658,5 @@ def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(tm
     with open(path) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert log(path) == "keep"
-    assert len(prepare.read_results(path)) == 1
+    assert len(harness.read_results(path)) == 1
     assert "goes in without the lock" in capsys.readouterr().err and next(clock) > 60

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from small_corpus import ROOT
+from small_corpus import copy_files
 from test_night import Night, command
 
-import night as night_py
+import harness
 import prepare
+from night.report import gains
+from night.rows import experiments, rows_on, seed_noise
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -25,6 +27,7 @@ LABEL = "cpu, 1.5 M tokens"
 STUB = """\
 import random, sys, time, types
 from pathlib import Path
+import harness
 import prepare
 
 def bpb(split, seed):
@@ -34,19 +37,19 @@ def build_model(config, device, capability):
     raise AssertionError("this stub has no model")
 
 config = types.SimpleNamespace(device_batch_size=1, seq_len=1)
-prepare.pick_gpu = lambda name: (None, types.SimpleNamespace(capability=None))
-prepare.load_weights = lambda *args: types.SimpleNamespace(config=config, seed=prepare.WEIGHTS.read_text())
+harness.pick_gpu = lambda name: (None, types.SimpleNamespace(capability=None))
+harness.load_weights = lambda *args: types.SimpleNamespace(config=config, seed=harness.WEIGHTS.read_text())
 prepare.evaluate_bpb = lambda model, tokenizer, batch, length, split: bpb(split, model.seed)
 
 if __name__ == "__main__":
     options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
-    label = "cpu" + prepare.budget_name(None, int(options["tokens"]), None)
+    label = "cpu" + harness.budget_name(None, int(options["tokens"]), None)
     time.sleep(0.3)
-    status = prepare.log_result(
+    status = harness.log_result(
         val_bpb=bpb("val", options["seed"]), memory_gb=2.0, gpu=label, dataset=prepare.dataset_id(), tokens_M=1.5
     )
     assert status == "keep", "without weights there is no test score"
-    prepare.WEIGHTS.write_text(options["seed"])
+    harness.WEIGHTS.write_text(options["seed"])
 """
 
 
@@ -62,7 +65,7 @@ class Clone(Night):
             row = dict(memory_gb=2.0, gpu=LABEL, dataset=dataset, tokens_M=1.5, commit=f"{i:07x}")
             val_bpb = true + rng.gauss(0, NOISE)
             if i and i % 20 == 0:
-                prepare.log_result(
+                harness.log_result(
                     val_bpb=0.0, reason="out of memory", description=f"idea {i}", path=self.results, **row
                 )
                 continue
@@ -72,7 +75,7 @@ class Clone(Night):
                 (self.folder / "train.py").write_text(text)
                 self.run(f"git commit -qam 'idea {i}'")
                 row["commit"] = self.run("git rev-parse --short=7 HEAD").strip()
-            prepare.log_result(val_bpb=val_bpb, description=f"idea {i}", path=self.results, **row)
+            harness.log_result(val_bpb=val_bpb, description=f"idea {i}", path=self.results, **row)
         return self.rows()
 
     @property
@@ -89,7 +92,7 @@ class Clone(Night):
 
     def report(self, *args: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["python", "night.py", "report", "--per-gpu=2", "--tokens=1500000", *args],
+            ["python", "-m", "night", "report", "--per-gpu=2", "--tokens=1500000", *args],
             cwd=self.folder,
             env=self.env | {"CUDA_VISIBLE_DEVICES": ""},
             text=True,
@@ -164,18 +167,18 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert clone.results.read_bytes() == log
 
     monkeypatch.setattr(prepare, "RESULTS", clone.results)
-    assert night_py.experiments() == night
-    assert prepare.best_result(LABEL, night[0]["dataset"])["commit"] == last
-    assert night_py.seed_noise(LABEL, night[0]["dataset"]) == pytest.approx(NOISE, rel=0.8)
+    assert experiments() == night
+    assert harness.best_result(LABEL, night[0]["dataset"])["commit"] == last
+    assert seed_noise(LABEL, night[0]["dataset"]) == pytest.approx(NOISE, rel=0.8)
     kept = command("**4. Keep or go back.**").partition("git checkout")[0] + "echo $kept"
     assert clone.run(kept).strip() == last
-    assert night_py.rows_on(re.escape(LABEL), night[0]["dataset"]) == night  # what a wave compares with
+    assert rows_on(re.escape(LABEL), night[0]["dataset"]) == night  # what a wave compares with
 
 
 def test_a_test_score_that_fails_costs_itself_and_not_the_run_and_is_made_up_for(clone, monkeypatch, tmp_path):
     """Here as no weights were written: the disk was full. The cache has a relative path."""
     (full := tmp_path / "full").touch()
-    write = 'prepare.WEIGHTS.write_text(options["seed"])'
+    write = 'harness.WEIGHTS.write_text(options["seed"])'
     monkeypatch.setitem(globals(), "STUB", STUB.replace(write, f"Path({str(full)!r}).exists() or {write}"))
     clone.simulate(gain=0.02, runs=50)
     clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.cache, clone.folder)
@@ -189,8 +192,8 @@ def test_a_test_score_that_fails_costs_itself_and_not_the_run_and_is_made_up_for
     ("runs", "option", "code", "line"),
     [
         (1, "--seeds=3", 0, "Fewer than two revisions were kept: there is no gain to report."),
-        (1, "--tokens=7", 1, "night.py: no experiment on .* with this GPU and budget: there is nothing to report"),
-        (0, "--seeds=1", 1, "night.py: --seeds takes 2 or more: one run has no standard error"),
+        (1, "--tokens=7", 1, "night: no experiment on .* with this GPU and budget: there is nothing to report"),
+        (0, "--seeds=1", 1, "night: --seeds takes 2 or more: one run has no standard error"),
     ],
 )
 def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, line):
@@ -212,7 +215,7 @@ def test_gains_and_their_standard_errors_are_those_of_the_two_means():
     first, last = dict(commit="a", val_bpb=1.210), dict(commit="b", val_bpb=1.200)
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
     test = {"a": [1.307, 1.309, 1.311], "b": [1.305, 1.306, 1.307]}
-    text = night_py.gains(first, last, rows_of(val, test))
+    text = gains(first, last, rows_of(val, test))
     error = (0.002**2 / 3 + 0.001**2 / 3) ** 0.5
     assert numbers(text)["val, me"] == [1.209, 1.203, 0.006, round(error, 4)]
     assert numbers(text)["test, me"] == [1.309, 1.306, 0.003, round(error, 4)]
@@ -220,7 +223,7 @@ def test_gains_and_their_standard_errors_are_those_of_the_two_means():
         "The night found nothing that stands." in text
     )  # 0.0030 is 2.3 standard errors; with so few runs it takes 2.8
     test["b"] = [1.302, 1.303, 1.304]
-    text = night_py.gains(first, last, rows_of(val, test))
+    text = gains(first, last, rows_of(val, test))
     assert text.splitlines()[-1] == (
         "What stands of the 0.0100 gained as logged: 0.0060 +- 0.0013 on new seeds and 0.0060 +- 0.0013 on text that "
         "no experiment has seen. The rest, 0.0040, was luck."
@@ -231,24 +234,23 @@ def test_a_crash_among_the_seeds_counts_for_nothing():
     first, last = dict(commit="a", val_bpb=1.21), dict(commit="b", val_bpb=1.20)
     crash = dict(commit="b", val_bpb=0.0, status="crash", description="report: seed 103 [out of memory]")
     rows = rows_of({"a": [1.21, 1.22, 1.23], "b": [1.19, 1.20]}, {"a": [1.31, 1.32, 1.33], "b": [1.29, 1.30]})
-    assert numbers(night_py.gains(first, last, [*rows, crash])) == numbers(night_py.gains(first, last, rows))
+    assert numbers(gains(first, last, [*rows, crash])) == numbers(gains(first, last, rows))
     with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision have ended well"):
-        night_py.gains(first, last, [*rows[:4], crash])
+        gains(first, last, [*rows[:4], crash])
 
 
 def test_the_test_score_is_that_of_the_weights_which_the_run_has_trained(prepared, tmp_path):
     """On a test split that is the validation split, it is val_bpb, but for fp16. The run has no test split to read."""
-    for name in ("prepare.py", "kernels.py", "train.py", "night.py"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    copy_files(tmp_path)
     cache = shutil.copytree(prepared, tmp_path / "cache")
     folder = cache / (cache / "current").read_text().strip()
     (folder / "test_00000.bin").unlink()
     env = os.environ | {"AUTORESEARCH_CACHE": str(cache), "AUTORESEARCH_SCREENING": "1"}
-    run = [sys.executable, "night.py", "run", "--seconds=1", "--gpu=cpu"]
+    run = [sys.executable, "-m", "night", "run", "--seconds=1", "--gpu=cpu"]
     subprocess.run(run, cwd=tmp_path, env=env, check=True, timeout=600)
     shutil.copy(folder / "val_00000.bin", folder / "test_00000.bin")
     subprocess.run([*run, "--score"], cwd=tmp_path, env=env, check=True, timeout=600)
-    trained, scored = prepare.read_results(tmp_path / "results.tsv")
+    trained, scored = harness.read_results(tmp_path / "results.tsv")
     description, test = scored["description"].split(", test ")
     assert description == trained["description"]
     assert float(test) == pytest.approx(trained["val_bpb"], abs=1e-3)

@@ -28,20 +28,21 @@ from safetensors.torch import load_file, save_file
 from small_corpus import ROOT, run_prepare
 from warm_python import Warm
 
+import harness
 import prepare
 import train
 
 PRELUDE = """
 import dataclasses, itertools, math, os, resource, shutil, signal, sys, time
 from types import SimpleNamespace
-import torch, prepare, train
+import torch, harness, prepare, train
 
 sys.argv[0] = "train.py"
 train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
-    prepare.time = SimpleNamespace(**vars(time) | {"perf_counter": lambda: min(seconds * next(looks), until)})
+    harness.time = SimpleNamespace(**vars(time) | {"perf_counter": lambda: min(seconds * next(looks), until)})
 
 def replace(module, name, new):
     real = getattr(module, name)
@@ -118,7 +119,7 @@ class Clone:
     def __init__(self, folder: Path, cache: Path, warm: Warm):
         self.folder, self.cache, self.warm = folder, cache, warm
         folder.mkdir()
-        for name in ("train.py", "prepare.py", "kernels.py"):
+        for name in ("train.py", "prepare.py", "harness.py", "kernels.py"):
             shutil.copy(ROOT / name, folder)
         self.git("init", "-q")
         self.git("add", ".")
@@ -149,7 +150,7 @@ class Clone:
 
     @property
     def rows(self) -> list[dict]:
-        return prepare.read_results(self.folder / "results.tsv")
+        return harness.read_results(self.folder / "results.tsv")
 
     @property
     def statuses(self) -> list[str]:
@@ -160,7 +161,16 @@ class Clone:
 
     @property
     def left_over(self) -> set[str]:
-        expected = {"train.py", "prepare.py", "kernels.py", "results.tsv", "model.safetensors", "__pycache__", ".git"}
+        expected = {
+            "train.py",
+            "prepare.py",
+            "harness.py",
+            "kernels.py",
+            "results.tsv",
+            "model.safetensors",
+            "__pycache__",
+            ".git",
+        }
         return {path.name for path in self.folder.iterdir()} - expected
 
 
@@ -314,9 +324,9 @@ def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
 def test_no_step_begins_that_would_end_far_beyond_the_budget(clone):
     """By the pace so far: steps of 70 s leave room for four."""
     slow = "replace(train, 'train_step', lambda real, *args: (real(*args), slow())[0])\n"
-    slow += "def slow():\n    prepare.time.now += 70\n"
+    slow += "def slow():\n    harness.time.now += 70\n"
     slow += (
-        "prepare.time = SimpleNamespace(**vars(time), now=0.0)\nprepare.time.perf_counter = lambda: prepare.time.now"
+        "harness.time = SimpleNamespace(**vars(time), now=0.0)\nharness.time.perf_counter = lambda: harness.time.now"
     )
     run = clone.run(edit=slow)
     assert run.summary["num_steps"] == "4" and run.summary["training_seconds"] == "280.0", run
@@ -324,7 +334,7 @@ def test_no_step_begins_that_would_end_far_beyond_the_budget(clone):
 
 
 def test_a_loop_that_ignores_the_clock_is_a_crash(clone):
-    run = clone.run(edit="prepare.Clock.running = lambda self: True")
+    run = clone.run(edit="harness.Clock.running = lambda self: True")
     assert run.code == 1 and "into a budget of 300 s" in run.err
     assert clone.statuses == ["crash"]
 
@@ -370,12 +380,12 @@ FAULTS = {  # edit, last line on stderr, reason in the row
         r"AcceleratorError line \d+",
     ),
     "evaluation": (
-        "replace(prepare, 'evaluate_bpb', lambda *_: fail(ValueError('no bytes')))",
+        "replace(harness, 'evaluate_bpb', lambda *_: fail(ValueError('no bytes')))",
         "ValueError: no bytes",
         "ValueError",
     ),
     "val_bpb of nan": (
-        "replace(prepare, 'evaluate_bpb', lambda *_: math.nan)",
+        "replace(harness, 'evaluate_bpb', lambda *_: math.nan)",
         "^train.py: val_bpb is nan$",
         "val_bpb is nan",
     ),
@@ -415,7 +425,7 @@ def test_a_traceback_names_the_edited_line_and_a_lost_loss_needs_none(lost):
 
 
 def test_the_row_is_safe_before_anything_else_is_done_with_the_run(clone):
-    run = clone.run(edit="replace(prepare, 'save_weights', lambda *_: send(signal.SIGKILL))")
+    run = clone.run(edit="replace(harness, 'save_weights', lambda *_: send(signal.SIGKILL))")
     assert run.code == -signal.SIGKILL and clone.statuses == ["keep"]
 
 
@@ -432,7 +442,7 @@ def test_weights_are_those_of_the_last_kept_run(clone):
 
 # Signals
 
-PHASES = {"warm-up": "prepare, 'warm_up'", "training": "train, 'train'", "evaluation": "prepare, 'evaluate_bpb'"}
+PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "harness, 'evaluate_bpb'"}
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -465,7 +475,7 @@ def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(interrupted, ph
 
 
 def test_a_signal_between_evaluation_and_row_leaves_a_row(clone):
-    run = clone.run(edit="replace(prepare, 'best_result', lambda real, *args: send(15) or real(*args))")
+    run = clone.run(edit="replace(harness, 'best_result', lambda real, *args: send(15) or real(*args))")
     assert run.code == 143 and [row["description"] for row in clone.rows] == ["baseline [killed]"], run
 
 
@@ -474,12 +484,12 @@ def test_a_signal_between_evaluation_and_row_leaves_a_row(clone):
 def test_a_signal_while_the_row_is_written_neither_loses_nor_doubles_it(clone, begun, number):
     """`timeout` sends SIGTERM twice, impatient people Ctrl-C."""
     edit = f"""
-def append_row(*args, real=prepare.append_row):
+def append_row(*args, real=harness.append_row):
     send({int(number)})
     status = real(*args)
     send({int(number)})
     return status
-prepare.append_row = append_row
+harness.append_row = append_row
 """
     if begun == "an interrupt":
         edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)"
@@ -507,7 +517,7 @@ def test_a_signal_at_any_moment_leaves_exactly_one_row(clone, seed):
 
 
 def test_a_log_removed_during_the_run_is_begun_anew(clone):
-    (clone.folder / "results.tsv").write_text("\t".join(prepare.COLUMNS) + "\n")
+    (clone.folder / "results.tsv").write_text("\t".join(harness.COLUMNS) + "\n")
     run = clone.run(edit="at_step(5, lambda loss: os.remove('results.tsv') or loss)")
     assert run.code == 0 and clone.statuses == ["keep"] and not clone.left_over, run
 
@@ -546,7 +556,7 @@ def test_a_kill_while_the_weights_are_written_leaves_those_of_before(clone):
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
     """`python train.py | head`: the summary finds a broken pipe."""
     edit = "sys.stdout.reconfigure(line_buffering=True)\n"
-    edit += "replace(prepare, 'log_result', lambda real, **row: (real(**row), print('here'), time.sleep(0.5))[0])"
+    edit += "replace(harness, 'log_result', lambda real, **row: (real(**row), print('here'), time.sleep(0.5))[0])"
     ours, theirs = os.pipe()
     run = clone.start(edit=edit, out=theirs)
     os.close(theirs)
@@ -560,11 +570,11 @@ def test_a_reader_that_goes_away_makes_no_second_row(clone):
 def test_a_step_that_hangs_says_where_and_the_run_goes_on_with_it(clone):
     """It is told after 120 s, which are one here."""
     edit = """
-dump = prepare.faulthandler.dump_traceback_later
+dump = harness.faulthandler.dump_traceback_later
 def soon(seconds, **options):
     assert seconds == 120
     dump(1, **options)
-prepare.faulthandler.dump_traceback_later = soon
+harness.faulthandler.dump_traceback_later = soon
 def wait_for_data(loss):
     time.sleep(1.5)
     return loss
@@ -684,7 +694,7 @@ def test_a_sample_follows_what_the_model_says_of_its_text(tokenizer):
     (first,) = tokenizer.encode("a")
     model = Next()
     model.register_parameter("w", Next.weight)
-    assert prepare.sample(model, tokenizer, "a", seed=0, tokens=30) == tokenizer.decode(list(range(first, first + 31)))
+    assert harness.sample(model, tokenizer, "a", seed=0, tokens=30) == tokenizer.decode(list(range(first, first + 31)))
 
 
 def save_with(path: Path, tensors: dict, metadata) -> None:
@@ -716,11 +726,11 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tm
         config = json.loads(file.metadata()["config"])
     cpu = torch.device("cpu")
     monkeypatch.setattr(prepare, "WEIGHTS", good)
-    assert prepare.load_weights(train.build_model, cpu, None).config == train.Config(**config)
+    assert harness.load_weights(train.build_model, cpu, None).config == train.Config(**config)
     monkeypatch.setattr(prepare, "WEIGHTS", tmp_path / "model.safetensors")
-    STRANGERS[name](prepare.WEIGHTS, load_file(good), config)
+    STRANGERS[name](harness.WEIGHTS, load_file(good), config)
     with pytest.raises(prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run it again$") as error:
-        prepare.load_weights(train.build_model, cpu, None)
+        harness.load_weights(train.build_model, cpu, None)
     assert "\n" not in str(error.value)
 
 
@@ -736,9 +746,9 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     train.make_optimizer(model)  # from now on, matrices are views, wide ones with another layout
     before = [p.clone() for p in model.parameters()]
     (tmp_path / "model.safetensors.yesterday").touch()
-    prepare.save_weights(model)
+    harness.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
-    loaded = prepare.load_weights(train.build_model, torch.device("cpu"), None)
+    loaded = harness.load_weights(train.build_model, torch.device("cpu"), None)
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
@@ -763,7 +773,7 @@ def together(real, **row):
     while sum(name.startswith("ready.") for name in os.listdir()) < {count}:
         time.sleep(0.001)
     return real(**row)
-replace(prepare, "log_result", together)
+replace(harness, "log_result", together)
 """
     runs = [run.wait() for run in [clone.start("--seed", str(seed), edit=edit) for seed in range(count)]]
     assert [(run.code, run.err) for run in runs] == [(0, "")] * count

@@ -12,10 +12,11 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 
+import harness
 import prepare
 import train
+from harness import Clock
 from kernels import quantize_4bit
-from prepare import Clock
 
 VOCAB = 512
 TINY = train.Config(
@@ -644,7 +645,7 @@ def test_a_run_with_warm_up_starts_as_one_without_bit_for_bit(monkeypatch, token
     monkeypatch.setattr(train, "make_optimizer", recorded(train.make_optimizer))
     monkeypatch.setattr(train, "make_scaler", recorded(train.make_scaler))
     starts = []
-    for warm_up in (prepare.warm_up, lambda model, step: None):
+    for warm_up in (harness.warm_up, lambda model, step: None):
         monkeypatch.setattr(prepare, "warm_up", warm_up)
         clock = Clock(tokens=128)
         monkeypatch.setattr(clock, "start", lambda: (_ for _ in ()).throw(Started))
@@ -670,7 +671,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor(capsys):
         assert model.embed.weight.grad is None
         train.train_step(model, train.make_optimizer(model), train.make_scaler(model), loader)
 
-    prepare.warm_up(model, step)
+    harness.warm_up(model, step)
     assert seen == [9, 3, 1] and model.config.device_batch_size == 1 and model.config.total_batch_size == 18 * 64
     assert capsys.readouterr().out.count("Out of memory") == 2
 
@@ -684,7 +685,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_warm_up():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        prepare.warm_up(model, step)
+        harness.warm_up(model, step)
     assert seen == [2, 1]
 
 
@@ -725,7 +726,7 @@ def run_loop(tokenizer, clock, monkeypatch, seed=0):
     """train.train() on a CPU, with the tiny sizes."""
     config = dataclasses.replace(TINY, vocab_size=tokenizer.get_vocab_size())
     monkeypatch.setattr(train, "pick_size", lambda peak_flops: config)
-    model, numbers = train.train(clock, tokenizer, CPU, seed, prepare.GPU(None, 0.0))
+    model, numbers = train.train(clock, tokenizer, CPU, seed, harness.GPU(None, 0.0))
     assert not model.training, "an edit's dropout would be scored"
     return torch.cat([p.detach().flatten() for p in model.parameters()]), numbers
 

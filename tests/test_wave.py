@@ -18,7 +18,8 @@ pytest.importorskip("ray", reason="it is in the extra [night]")
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
-from prepare import budget_name, dataset_id, log_result
+from harness import budget_name, log_result
+from prepare import dataset_id
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float)
@@ -55,7 +56,7 @@ class Clone(Night):
             self.run(f"git commit -qam {name} && git tag {name}")
 
     def wave(self, *args: str, **env: str) -> subprocess.Popen:
-        command = ["python", "night.py", "wave", *args]
+        command = ["python", "-m", "night", "wave", *args]
         env = self.env | {"CUDA_VISIBLE_DEVICES": ""} | env
         return subprocess.Popen(
             command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, start_new_session=True
@@ -69,7 +70,7 @@ class Clone(Night):
 
     def runs(self) -> dict[int, list[str]]:
         """Its processes, but not those of a cluster that it has joined."""
-        ours = {"night.py", "train.py"}
+        ours = {"night", "train.py"}
         return {pid: words for pid, words in self.processes().items() if ours & {Path(word).name for word in words}}
 
     def scores(self) -> dict[str, str]:
@@ -185,7 +186,7 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     cluster.add()
     wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
     cluster.lose_node_of(began(1))
-    os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night.py, Ray's worker
+    os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     output = clone.finish(wave)
     assert clone.scores() == {"long [WorkerCrashedError]": "crash", "short": "keep"}
     assert len(re.findall("^no run for .* does not have .*no data prepared", output, re.M)) == 1
@@ -262,9 +263,9 @@ def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
     """Nor does the installation bring it: it is in an extra."""
     (tmp_path / "bin" / "ray.py").write_text("raise SystemExit('imported')")
     clone.commit(good="import prepare; val_bpb = 1.3")
-    output = clone.run("python night.py run && python night.py plot && ls")
+    output = clone.run("python -m night run && python -m night plot && ls")
     assert "imported" not in output and "progress.png" in output
-    code = "import sys, night, prepare, train; sys.exit('ray' in sys.modules)"
+    code = "import sys, night.__main__, prepare, train; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")
     assert "ray" not in re.findall(r'"([\w-]+)', project[0]) and 'night = ["ray' in project[2]

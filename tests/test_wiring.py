@@ -24,6 +24,7 @@ import pytest
 import torch
 from small_corpus import texts, write_parquet
 
+import harness
 import prepare
 import train
 
@@ -108,7 +109,7 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
         """memory: sequences in one device batch that do not fit any longer; loss_scale: in fp16, at the start."""
         record, training, out = Run(), [], io.StringIO()
         init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
-        start, stop, set_schedules = prepare.Clock.start, prepare.Clock.stop, train.set_schedules
+        start, stop, set_schedules = harness.Clock.start, harness.Clock.stop, train.set_schedules
 
         def on_init(model, *args):
             record.model = model
@@ -155,8 +156,8 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
             patch.setattr(train.GPT, "forward", on_forward)
             patch.setattr(train.MuonAdamW, "step", on_step)
             patch.setattr(train, "set_schedules", on_schedules)
-            patch.setattr(prepare.Clock, "start", on_start)
-            patch.setattr(prepare.Clock, "stop", on_stop)
+            patch.setattr(harness.Clock, "start", on_start)
+            patch.setattr(harness.Clock, "stop", on_stop)
             patch.setattr(train, "SIZES", ((0, config or settings()),))
             patch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
             if loss_scale:
@@ -168,7 +169,7 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
             patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
             patch.setattr(sys, "argv", ["train.py", "--tokens", str(tokens), *args])
             with redirect_stdout(out):
-                prepare.run(train.train, train.build_model)
+                harness.run(train.train, train.build_model)
         record.out = out.getvalue()
         return record
 
@@ -285,7 +286,7 @@ def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is
 
 def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer, monkeypatch):
     ticks = itertools.count(0, 10)
-    monkeypatch.setattr(prepare.time, "perf_counter", lambda: next(ticks))  # so every step prints its line
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(ticks))  # so every step prints its line
     record = run(16 * T * 32, config=settings(device_batch_size=16, total_batch_size=32 * T))
     seen = [tuple(row) for row in record.text[:, 0].tolist()]
     epoch = seen.index(seen[0], 1)

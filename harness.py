@@ -1,0 +1,537 @@
+"""
+The run around an experiment: clock, warm-up, GPU, log, signals, summary. train.py ends by handing its functions to
+`run`; nobody edits this file during research.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: a second `prepare.py` takes 0.2 s
+from prepare import TIME_BUDGET, PrepareError, Tokenizer, dataset_id, evaluate_bpb, lock, one_line
+
+RESULTS = Path(__file__).resolve().parent / "results.tsv"
+
+
+# ---------------------------------------------------------------------------------------------------------------- clock
+class Clock:
+    """Wall time from the first training step to the end of the last, loading included. It drives the schedules.
+
+        clock.start()
+        while clock.running():
+            ...  # one optimizer step
+            clock.advance(tokens, loss, epoch)
+        clock.stop()
+
+    A run counts if its last step began inside the budget. The clock also prints the progress, ends a run whose loss is
+    lost (FloatingPointError), and says where a step hangs that takes two minutes.
+    """
+
+    GRACE = 3  # seconds over the budget that the last step may be expected to take
+
+    def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
+        """A budget in seconds or, if given, in tokens."""
+        if not seconds > 0 or (tokens is not None and tokens <= 0):
+            raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
+        self.seconds, self.limit = seconds, tokens
+        self.steps = self.tokens = 0
+        self.started = self.stopped = None
+        self._began = 0.0  # of the current step, in seconds since the start
+        self._loss, self._smooth_loss, self._printed = None, 0.0, -math.inf
+
+    def start(self) -> None:
+        gc.collect()
+        gc.disable()  # a collection would stall a step by half a second
+        self.started = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Training seconds so far."""
+        return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
+
+    def progress(self) -> float:
+        """In [0, 1]: of the tokens where they are limited, else of the seconds."""
+        return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
+
+    def tokens_left(self) -> float:
+        """Until the end of the budget, at the pace so far; inf in the first 5%, when the pace is not known yet."""
+        progress = self.progress()
+        return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
+
+    def running(self) -> bool:
+        """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
+        faulthandler.dump_traceback_later(120, file=sys.__stderr__)  # where it hangs
+        if self.limit:
+            return self.tokens < self.limit
+        elapsed = self.elapsed()
+        return elapsed < self.seconds and elapsed * (1 + 1 / max(1, self.steps)) < self.seconds + self.GRACE
+
+    def advance(self, tokens: int, loss, epoch: int) -> None:
+        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text. Reads the loss of the
+        step before, so that the host never waits for the step it has just launched."""
+        if self.limit is None and self._began >= self.seconds:
+            raise RuntimeError(f"a step began {self._began:.0f} s into a budget of {self.seconds:.0f} s")
+        self.tokens += tokens
+        self.steps += 1
+        late, self._loss = self._loss, read_later(loss)
+        self._began = self.elapsed()
+        if late is None:
+            return
+        loss = self._checked(late(), self.steps - 1)
+        self._smooth_loss += (loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))
+        live = sys.stdout.isatty()
+        if self._began - self._printed >= (0.2 if live else 5):
+            self._printed = self._began
+            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._smooth_loss:.4f}"
+            line += f" | {self.tokens / self._began:,.0f} tok/s | epoch {epoch} | {self._began:.0f} s"
+            print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
+
+    def stop(self) -> float:
+        """Waits for the last step; training seconds, for good."""
+        if self.stopped is None:
+            synchronize()
+            self.stopped = time.perf_counter()
+            self.release()
+            if self._loss is not None:
+                self._checked(self._loss(), self.steps)
+        return self.elapsed()
+
+    def release(self) -> None:
+        """Undoes what `start` did to the process."""
+        gc.enable()
+        faulthandler.cancel_dump_traceback_later()
+        if self._printed >= 0 and sys.stdout.isatty():
+            print(flush=True)  # below the live line
+
+    def _checked(self, loss: float, step: int) -> float:
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
+        return loss
+
+
+def warm_up(model, step: Callable) -> None:
+    """Compiles: step(loader) is an optimizer step, here on random tokens. When memory runs out, halves
+    model.config.device_batch_size; the total batch stays.
+
+    The weights have moved afterwards: initialize them anew.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    while True:
+        config = model.config
+        try:
+            tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+            step(itertools.repeat((tokens, tokens, 0)))
+            return synchronize()
+        except torch.OutOfMemoryError:
+            if config.device_batch_size == 1:
+                raise
+        gc.collect()
+        sequences = config.total_batch_size // config.seq_len
+        smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
+        model.config = dataclasses.replace(config, device_batch_size=smaller)
+        model.zero_grad(set_to_none=True)
+        print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def read_later(tensor) -> Callable[[], float]:
+    """Starts to copy a scalar to the host; what it returns waits for the copy and gives the value."""
+    import torch
+
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.item
+    host, copied = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    return lambda: (copied.synchronize(), host.item())[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------ log
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
+
+
+def read_results(path: str | Path | None = None) -> list[dict]:
+    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
+    rows, text = [], ""
+    with suppress(OSError):
+        text = Path(path or RESULTS).read_text("utf-8", errors="replace")
+    for line in text.split("\n"):
+        with suppress(ValueError):
+            row = dict(zip(COLUMNS, line.split("\t"), strict=True))
+            numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+            if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
+                rows.append(row | numbers)
+    return rows
+
+
+def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
+    """The row of the lowest val_bpb on that gpu and dataset."""
+    rows = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+    return min((row for row in rows if row["status"] != "crash"), key=lambda row: row["val_bpb"], default=None)
+
+
+def log_result(
+    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", commit=None, description=None, path=None
+) -> str:
+    """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
+    else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
+    Commit and description are those of HEAD unless given. A row that the file refuses goes to stderr."""
+    path = Path(path or RESULTS)
+    head = git_head() if commit is None else (commit, "")
+    reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
+    reason = reason.translate(str.maketrans("[]", "()"))
+    description = head[1] if description is None else description
+    description = f"{description} [{reason}]" if reason else description
+    commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
+    if reason:
+        val_bpb = memory_gb = tokens_M = 0.0
+
+    def row() -> tuple[str, str]:
+        best = best_result(gpu, dataset, path)
+        beaten = best and round(val_bpb, 6) >= best["val_bpb"]
+        status = "crash" if reason else "discard" if beaten else "keep"
+        fields = [commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset, f"{tokens_M:.1f}"]
+        return status, "\t".join(fields)
+
+    try:
+        return append_row(path, row)
+    except (OSError, ValueError) as error:
+        status, line = row()
+        print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
+        return status
+
+
+def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
+    """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
+    header = "\t".join(COLUMNS).encode()
+    with open(path, "a+b", buffering=0) as file:
+        if not lock(file, patience=60):
+            print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+        file.seek(0)
+        text = file.read()
+        if text and text.split(b"\n")[0].rstrip() != header:
+            raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
+        status, line = row()
+        before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
+        data = before + f"{line}\n".encode()
+        if file.write(data) < len(data):
+            file.truncate(len(text))
+            raise OSError("the disk is full")
+        os.fsync(file.fileno())
+        return status
+
+
+def clean(field: str) -> str:
+    """One field of printable text. A double quote would open a quoted field for pandas."""
+    return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
+
+
+def git_head() -> tuple[str, str]:
+    """Short hash and subject of HEAD in the repository that holds this file; in `night run`, as it began."""
+    if head := os.environ.get("AUTORESEARCH_HEAD"):
+        return tuple(head.split("\t", 1))
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "log", "-1", "--no-show-signature", "--format=%H%x09%s"]
+        out = subprocess.check_output(command, cwd=RESULTS.parent, timeout=10)
+        commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
+        diff = ["git", "-c", "core.fileMode=false", "diff", "--quiet", "HEAD", "--", "train.py"]
+        dirty = subprocess.run(diff, cwd=RESULTS.parent, timeout=10).returncode == 1
+        return commit[:7], subject + " (train.py differs)" * dirty
+    return "0000000", ""
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+WEIGHTS = RESULTS.with_name("model.safetensors")
+
+
+def run(train: Callable, build_model: Callable) -> None:
+    """The run around an experiment: train.py ends by handing its functions to this one.
+
+    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
+    numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
+    a dataclass of numbers, `seq_len` and `device_batch_size` among them.
+    """
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    args = parser.parse_args()
+    gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
+    try:
+        device, gpu = pick_gpu(args.gpu)
+        tokenizer = Tokenizer.from_directory()
+        if args.sample is None:
+            experiment(train, args, device, gpu, tokenizer)
+        else:
+            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample, args.seed))
+    except (PrepareError, FloatingPointError) as error:
+        sys.exit(f"train.py: {error}")
+
+
+class GPU(NamedTuple):
+    capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
+    peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
+
+
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
+GPUS = {
+    "T4": ((7, 5), 40, 1590, False), "V100": ((7, 0), 80, 1530, False), "L4": ((8, 9), 58, 2040, False),
+    "RTX3060": ((8, 6), 28, 1777, True), "RTX3090": ((8, 6), 82, 1695, True), "RTX4090": ((8, 9), 128, 2520, True),
+    "A100": ((8, 0), 108, 1410, False), "H100": ((9, 0), 132, 1980, False), "H200": ((9, 0), 132, 1980, False),
+    "B200": ((10, 0), 148, 1965, False),
+}  # fmt: skip
+# Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
+# they assume less than the highest clock.
+FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
+
+
+def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, geforce: bool) -> float:
+    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device, and what an experiment has to know of its GPU or of the one named (see GPUS, or "cpu")."""
+    import torch
+
+    if name not in (None, "cpu", *GPUS):
+        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        torch.ones(1).exp()  # where threads share MKL's first one in a process, one of them gets 4 digits
+        return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
+    if torch.version.hip:
+        raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
+    start_compiler()
+    p = torch.cuda.get_device_properties()
+    here = (p.major, p.minor), p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name
+    named = GPUS.get(name, here)
+    return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+
+
+def start_compiler() -> None:
+    """Starts Inductor's processes, which get ready while the model is built, and changes five of PyTorch's defaults.
+
+    Inductor would compile and time several configurations of each reduction over short rows, two of most other kernels,
+    and GEMMs with padded operands: 6, 2 and 1 s of a start on an H200, for nothing faster. It would read the rows of an
+    RMSNorm several times where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd
+    would not cache a graph with a custom autograd function.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
+    from torch._functorch import config as aot_autograd
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    config.triton.autotune_pointwise = config.shape_padding = False
+    if hasattr(config.test_configs, "force_filter_reduction_configs"):  # as in deterministic mode; not in 2.9
+        config.test_configs.force_filter_reduction_configs = True
+    aot_autograd.autograd_cache_allow_custom_autograd_functions = True
+    default = InductorChoices.should_use_persistent_reduction
+
+    def in_one_pass(features, cooperative_reduction: bool) -> bool:
+        unsure = features.get_reduction_hint() == ReductionHint.DEFAULT and not cooperative_reduction
+        short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 1024)
+        return (unsure and short) or default(features, cooperative_reduction)
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(in_one_pass)
+
+
+def clock_rate(properties) -> int:
+    """In kHz. PyTorch has it from 2.10 on, the driver always."""
+    import torch
+
+    if hasattr(properties, "clock_rate"):
+        return properties.clock_rate
+    rate, attribute = ctypes.c_int(), 13  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE
+    driver = ctypes.CDLL("libcuda.so.1")
+    if error := driver.cuDeviceGetAttribute(ctypes.byref(rate), attribute, torch.cuda.current_device()):
+        raise PrepareError(f"the driver does not tell the clock of {properties.name} (error {error}): use PyTorch 2.10")
+    return rate.value
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
+    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
+    return (f" as {gpu}" if gpu else "") + budget
+
+
+def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer) -> None:
+    """Trains, evaluates, logs the row, saves the weights of a kept run, prints the summary."""
+    import torch
+
+    clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
+    by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
+    logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night sets it
+    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
+    # All of the row that another prepare.py or commit could change meanwhile
+    commit, description = git_head()
+    row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
+
+    def log(**numbers) -> str:
+        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
+        status = log_result(**row, **numbers) if logged else f"not logged: {' and '.join(by_hand)} set by hand"
+        handle_signals(signal.SIG_DFL)  # from here on a signal just ends the process
+        return status
+
+    handle_signals(on_signal)
+    try:
+        model, numbers = train(clock, tokenizer, device, args.seed, gpu)
+        assert clock.stopped is not None, "train() has to start, advance and stop the clock"
+        config, start = model.config, time.perf_counter()
+        val_bpb = evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)
+        if not math.isfinite(val_bpb):
+            raise FloatingPointError(f"val_bpb is {val_bpb}")
+        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+        tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
+    except BaseException as error:
+        clock.release()
+        log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
+        raise
+    status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
+    evaluated = time.perf_counter() - start
+    if status == "keep" and os.environ.get("AUTORESEARCH_SCREENING") != "no weights":
+        save_weights(model)
+    seconds, total = clock.elapsed(), process_seconds()
+    summary = {
+        "val_bpb": f"{val_bpb:.6f}",
+        "training_seconds": f"{seconds:.1f}",
+        "total_seconds": f"{total:.1f}",
+        "peak_vram_mb": f"{peak:.1f}",
+        "mfu_percent": numbers.pop("mfu_percent", "0.00"),
+        "total_tokens_M": f"{tokens:.1f}",
+        "num_steps": clock.steps,
+        "num_params_M": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}",
+        "depth": numbers.pop("depth", "?"),
+        "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
+        "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
+        "eval_seconds": f"{evaluated:.1f}",
+        **numbers,
+        "seed": args.seed,
+        "status": status,
+        **row,
+    }
+    if compared and tokens < 0.9 * compared["tokens_M"]:
+        best = f"{compared['commit']}, the best so far, saw {compared['tokens_M']:.1f} M"
+        summary["slower"] = f"{tokens:.1f} M tokens, where {best}: a slower model, or a busy machine"
+    print("---")
+    for key, value in summary.items():
+        print(f"{key + ':':<17} {value}")
+
+
+def handle_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def on_signal(number, frame):
+    """Once, and as an exception: the crash row gets written."""
+    handle_signals(signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def crash_reason(error: BaseException) -> str:
+    """A few words for the crash row: `out of memory`, `NaN at step 40`, `AttributeError line 212`, `killed`."""
+    if isinstance(error, SystemExit):
+        return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
+        return "out of memory"
+    if isinstance(error, (FloatingPointError, PrepareError)):
+        return str(error)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "train.py"]
+    return f"{type(error).__name__} line {lines[-1]}" if lines else type(error).__name__
+
+
+def process_seconds() -> float:
+    """Since this process was started, so with all imports."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def save_weights(model) -> None:
+    """Weights in half precision, and the config, by rename. A full disk costs them, not the run."""
+    import torch
+    from safetensors.torch import save_file
+
+    for left in WEIGHTS.parent.glob(f"{WEIGHTS.name}.part*"):  # by a killed run
+        if not Path("/proc", left.suffix[5:]).exists():
+            left.unlink(missing_ok=True)
+    part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
+    state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
+    try:
+        save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
+        os.replace(part, WEIGHTS)
+    except Exception as error:
+        print(f"train.py: {WEIGHTS.name} could not be written: {error}", file=sys.stderr)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
+    """The model that the last kept run has saved."""
+    from safetensors import safe_open
+
+    if not WEIGHTS.exists():
+        raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
+    try:
+        with safe_open(WEIGHTS, "pt") as file:
+            model = build_model(json.loads(file.metadata()["config"]), device, capability)
+            model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+    except Exception as error:
+        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
+    return model
+
+
+def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, temperature: float = 0.8) -> str:
+    """Continues a text until the model ends the document or `tokens` are written. model(x) gives logits (1, T, V)."""
+    import torch
+
+    torch.manual_seed(seed)
+    ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        for _ in range(tokens):
+            context = ids[-seq_len:]
+            padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
+            logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
+            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
+            if token == tokenizer.get_bos_token_id():
+                break
+            ids.append(token)
+    return tokenizer.decode(ids[1:])

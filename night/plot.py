@@ -1,0 +1,61 @@
+"""The picture of a night: results.tsv as progress.png."""
+
+import textwrap
+
+import numpy as np
+
+import harness
+from night.rows import experiments, seed_noise
+from prepare import PrepareError
+
+
+def plot(_=None) -> None:
+    """Draws progress.png: for each gpu and dataset a chart of all experiments and a table of the kept ones."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PrepareError("the picture needs Matplotlib: pip install -e '.[plot]'") from None
+    rows = experiments()
+    places = dict.fromkeys((row["gpu"], row["dataset"]) for row in rows if row["val_bpb"])
+    if not places:
+        raise PrepareError(f"{harness.RESULTS} holds no val_bpb yet: run `python train.py` first")
+    figure, lines = Figure(layout="constrained"), 0
+    for place, ax in zip(places, figure.subplots(len(places), squeeze=False)[:, 0], strict=True):
+        lines += draw(ax, *place, [row for row in rows if (row["gpu"], row["dataset"]) == place])
+    figure.set_size_inches(9, 4.3 * len(places) + 0.16 * lines)
+    figure.savefig(harness.RESULTS.with_name("progress.png"), dpi=180)
+
+
+def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
+    """One chart, crashes on its lower edge and far outliers on its upper one; returns the lines of the table below."""
+    x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
+    status = np.array([row["status"] for row in rows])
+    scores = y[status != "crash"]
+    first, best = scores[0], scores.min()
+    worst = max(first, min(scores.max(), best + 2.5 * np.median(scores - best)))
+    margin = max(0.1 * (worst - best), 0.003 * best)
+    y = np.where(status == "crash", best - margin, np.minimum(y, worst + margin))
+    for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
+        chosen = status == kind
+        ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
+    lowest = np.minimum.accumulate(np.where(status == "keep", y, np.inf))
+    ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
+    if noise := seed_noise(gpu, dataset):
+        band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
+        ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
+    ax.set(ylim=(best - margin, worst + margin), xlabel="experiment", ylabel="val_bpb")
+    ax.ticklabel_format(useOffset=False)
+    change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
+    ax.set_title(f"{gpu}, {dataset}\nval_bpb {change}", loc="left", size=10, parse_math=False)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
+
+    table, before = ["  no.  val_bpb     gain  kept"], None
+    for number, row in enumerate(rows, start=1):
+        if row["status"] == "keep":
+            gain = f"{before - row['val_bpb']:.4f}" if before else ""
+            line = f"{number:5}  {row['val_bpb']:7.4f}  {gain:>7}  {row['description']}"
+            table += textwrap.wrap(line, 108, subsequent_indent=25 * " ")
+            before = row["val_bpb"]
+    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
+    ax.annotate("\n".join(table), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
+    return len(table)
