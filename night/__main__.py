@@ -27,7 +27,7 @@ from prepare import PrepareError
 def main() -> int | None:
     sys.stdout.reconfigure(line_buffering=True)  # a log shows the rows as they come
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("command", choices=("run", "wave", "report", "plot"))
     parser.add_argument("revisions", nargs="*", metavar="REV", help="git revisions of a wave (HEAD)")
     budget = parser.add_mutually_exclusive_group()

@@ -39,7 +39,7 @@ def machine(monkeypatch):
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-        monkeypatch.setattr(prepare, "start_compiler", lambda: None)
+        monkeypatch.setattr(harness, "start_compiler", lambda: None)
 
     return put
 

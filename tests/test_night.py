@@ -303,7 +303,7 @@ def test_a_row_says_if_its_commit_does_not_hold_its_train_py(night):
 
 
 def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     where = dict(val_bpb=0.0, memory_gb=0.0, gpu="g", dataset="d", commit="abc")
     harness.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
     (row,) = harness.read_results()
@@ -405,7 +405,7 @@ def drawn(tmp_path, monkeypatch):
     """Draws the log; returns the axes of each gpu and dataset."""
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
@@ -474,7 +474,7 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
 def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     harness.RESULTS.write_text(HEADER + rows)
     with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
         plot()
@@ -483,7 +483,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
 @pytest.mark.filterwarnings("ignore:Glyph")
 @pytest.mark.parametrize("scores", [(1.2,), (1.2, 1.3), (1.2, 1.1)])
 def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
         harness.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
     plot()

@@ -405,7 +405,7 @@ def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, d
 def now(monkeypatch) -> list[float]:
     """The time, settable."""
     now = [1000.0]
-    monkeypatch.setattr(prepare, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -561,14 +561,14 @@ def test_commit_and_description_come_from_git(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", 'wider "MLP"\tagain'], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
     (row,) = harness.read_results()
     assert row["commit"] == head[:7] and row["description"] == "wider 'MLP' again"
 
 
 def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     for path in (str(tmp_path), os.environ["PATH"]):  # no git at all; git, but no repository
         monkeypatch.setenv("PATH", path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -593,7 +593,7 @@ def test_status_is_decided_by_one_at_a_time(tmp_path):
 
 def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
     code = (
-        "import sys, prepare\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
+        "import sys, harness\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
     )
     code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path / "results.tsv")]

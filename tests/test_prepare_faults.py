@@ -642,7 +642,7 @@ def test_half_a_row_is_never_written(tmp_path):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
 
-    command = [sys.executable, "-B", "-c", f"import prepare; harness.log_result({fields}, path={str(path)!r})"]
+    command = [sys.executable, "-B", "-c", f"import harness; harness.log_result({fields}, path={str(path)!r})"]
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
     assert path.read_text() == HEADER + ROW * 20

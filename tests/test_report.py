@@ -166,7 +166,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert "\n0 runs, 6 more have a row" in clone.finish(clone.report())
     assert clone.results.read_bytes() == log
 
-    monkeypatch.setattr(prepare, "RESULTS", clone.results)
+    monkeypatch.setattr(harness, "RESULTS", clone.results)
     assert experiments() == night
     assert harness.best_result(LABEL, night[0]["dataset"])["commit"] == last
     assert seed_noise(LABEL, night[0]["dataset"]) == pytest.approx(NOISE, rel=0.8)

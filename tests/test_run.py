@@ -134,7 +134,7 @@ class Clone:
 
     def start(self, *args: str, edit: str = "", out: int | None = None) -> Run:
         """edit: code that changes train.py before the run; out: instead of into a file."""
-        code = f"{PRELUDE}\n{edit}\nprepare.run(train.train, train.build_model)"
+        code = f"{PRELUDE}\n{edit}\nharness.run(train.train, train.build_model)"
         environment = {"AUTORESEARCH_CACHE": str(self.cache)}
         return Run(lambda *outputs: self.warm.start(code, list(args), self.folder, environment, *outputs), out)
 
@@ -725,9 +725,9 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tm
     with safe_open(good, "pt") as file:
         config = json.loads(file.metadata()["config"])
     cpu = torch.device("cpu")
-    monkeypatch.setattr(prepare, "WEIGHTS", good)
+    monkeypatch.setattr(harness, "WEIGHTS", good)
     assert harness.load_weights(train.build_model, cpu, None).config == train.Config(**config)
-    monkeypatch.setattr(prepare, "WEIGHTS", tmp_path / "model.safetensors")
+    monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     STRANGERS[name](harness.WEIGHTS, load_file(good), config)
     with pytest.raises(prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run it again$") as error:
         harness.load_weights(train.build_model, cpu, None)
@@ -735,7 +735,7 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tm
 
 
 def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "WEIGHTS", tmp_path / "model.safetensors")
+    monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
     model = train.build_model(config, torch.device("cpu"), None)

@@ -646,7 +646,7 @@ def test_a_run_with_warm_up_starts_as_one_without_bit_for_bit(monkeypatch, token
     monkeypatch.setattr(train, "make_scaler", recorded(train.make_scaler))
     starts = []
     for warm_up in (harness.warm_up, lambda model, step: None):
-        monkeypatch.setattr(prepare, "warm_up", warm_up)
+        monkeypatch.setattr(harness, "warm_up", warm_up)
         clock = Clock(tokens=128)
         monkeypatch.setattr(clock, "start", lambda: (_ for _ in ()).throw(Started))
         with pytest.raises(Started):

@@ -44,7 +44,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 13]", "hang": "[no evaluation within 0.1 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 14]", "hang": "[no evaluation within 0.1 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
@@ -256,7 +256,7 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, arguments, rem
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
     output = clone.finish(clone.wave(*arguments), code=2 if "error" in remedy else 1)
-    assert re.search(rf"^night\.py: .*{remedy}", output, re.M)
+    assert re.search(rf"^night: .*{remedy}", output, re.M)
 
 
 def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):

@@ -150,8 +150,8 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
         folder = tmp_path_factory.mktemp("run")
         with pytest.MonkeyPatch.context() as patch, signals_restored():
             patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
-            patch.setattr(prepare, "RESULTS", folder / "results.tsv")
-            patch.setattr(prepare, "WEIGHTS", folder / "model.safetensors")
+            patch.setattr(harness, "RESULTS", folder / "results.tsv")
+            patch.setattr(harness, "WEIGHTS", folder / "model.safetensors")
             patch.setattr(train.GPT, "__init__", on_init)
             patch.setattr(train.GPT, "forward", on_forward)
             patch.setattr(train.MuonAdamW, "step", on_step)
@@ -163,7 +163,7 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
             if loss_scale:
                 patch.setattr(train, "make_scaler", lambda model: torch.amp.GradScaler("cpu", init_scale=loss_scale))
             if not warm_up:
-                patch.setattr(prepare, "warm_up", lambda model, step: None)
+                patch.setattr(harness, "warm_up", lambda model, step: None)
             patch.setattr(torch.cuda, "is_available", lambda: False)
             patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast the run
             patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
