@@ -140,8 +140,8 @@ def start_ray(args: argparse.Namespace) -> Kind:
 def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> dict[Run, dict]:
     """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
 
-    base: commit and subject of the reference. Its rows are logged first, since they decide what is kept. If interrupted,
-    this ends all runs and this process.
+    base: commit and subject of the reference. Its rows are logged first: they decide what is kept. If interrupted, this
+    ends all runs and this process.
     """
     import ray
 

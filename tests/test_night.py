@@ -23,11 +23,13 @@ from night.rows import name_of
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
+OLD = "0123456\t1.000000\t2.0\tkeep\tby the human, before the night\tcpu\td\t9.0\n"
 
 # What train.py does around its training, in 0.3 s. BODY is what an experiment does in there.
 STUB = """\
 import os, signal, subprocess, sys, threading, time
 from harness import log_result
+from prepare import dataset_id
 
 def interrupted(*_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,7 +38,7 @@ def interrupted(*_):
 signal.signal(signal.SIGINT, interrupted)
 if "KILL_AFTER" in os.environ:
     threading.Timer(float(os.environ["KILL_AFTER"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
-where = dict(gpu="a stub", dataset="stories-0a1b2c3d")
+where = dict(gpu="cpu", dataset=dataset_id())
 print("training", flush=True)
 try:
     BODY
@@ -64,7 +66,7 @@ class Night:
         binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
             **{folder / name: (ROOT / name).read_text("utf-8") for name in FILES},
-            folder / "results.tsv": HEADER,
+            folder / "results.tsv": HEADER + OLD,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
             binaries / "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
@@ -148,6 +150,8 @@ class Night:
 
     def rows(self) -> list[dict]:
         """All of them well formed, or it fails."""
+        if not (self.folder / "results.tsv").exists():
+            return []
         header, *lines = (self.folder / "results.tsv").read_text("utf-8").split("\n")[:-1]
         rows = harness.read_results(self.folder / "results.tsv")
         assert header + "\n" == HEADER and len(rows) == len(lines)
@@ -157,7 +161,7 @@ class Night:
         """The branch holds train.py of the last kept row, every commit that has a row, and no row."""
         assert self.run("git status --porcelain") == ""
         assert self.run("git diff --name-only main") in ("", "train.py\n")
-        assert self.run("git show HEAD:results.tsv main:results.tsv") == 2 * HEADER
+        assert self.run("git show HEAD:results.tsv main:results.tsv") == 2 * (HEADER + OLD)
         *_, kept = (row["commit"] for row in self.rows() if row["status"] == "keep")
         assert self.run(f"git diff {kept} -- train.py") == ""
         subjects = dict(line.split(" ", 1) for line in self.run("git log --format='%h %s' --abbrev=7").splitlines())
@@ -194,7 +198,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.decide() == "crash"
     assert night.experiment("head_dim 64", "val_bpb = 1.1") == "keep"
     assert night.experiment("head_dim 32", "val_bpb = 1.10") == "discard"  # a tie is no gain
-    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 14], slower [KeyboardInterrupt], "
+    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 15], slower [KeyboardInterrupt], "
     names += "head_dim 64, head_dim 32"
     assert [row["description"] for row in night.rows()] == names.split(", ")
     night.assert_nothing_else_changed()
@@ -243,15 +247,15 @@ def test_no_process_outlives_its_run(night):
     assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
 
 
-@pytest.mark.parametrize(("guard", "rows"), [(False, ["idea [killed]"]), (True, [])])
-def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
+@pytest.mark.parametrize("guard", [False, True])
+def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard):
     night.edit("idea", "time.sleep(60)")
     loop = night.start(RUN)
     night.process("train.py")
     os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
     loop.wait(600)
     assert night.all_gone()
-    assert [row["description"] for row in night.rows()] == rows
+    assert [row["description"] for row in night.rows()] == ["idea [killed]"]
 
 
 def test_exit_status_options_and_output_are_those_of_train_py(night):
@@ -321,12 +325,18 @@ def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(n
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.train()
-    night.edit("half the lines", "val_bpb = 1.3")
+    night.edit("half the lines", "val_bpb = 1.30")
     night.train()
-    night.run(re.search(r"`(sed -i .*?)`", PROGRAM)[1])
+    log = (night.folder / "results.tsv").read_text()
+    keep, discard = re.findall(r"`(python -m night keep .*?)`", PROGRAM)
+    assert night.run(discard).startswith("discard ") and (night.folder / "results.tsv").read_text() == log
+    assert night.run(keep).startswith("keep ")
+    assert (night.folder / "results.tsv").read_text() == log[::-1].replace("discard"[::-1], "keep"[::-1], 1)[::-1]
     assert night.decide() == "keep"
     assert night.experiment("worse", "val_bpb = 1.4") == "discard"
     night.assert_nothing_else_changed()
+    night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
+    assert night.run("python -m night reference") == night.run("git rev-parse --short=7 HEAD~3")  # the baseline
 
 
 def test_four_runs_at_once_in_one_clone_lose_no_row(night):
