@@ -271,14 +271,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     return able
 
 
-def run_in_checkout(
-    archive: bytes,
-    files: dict[str, bytes],
-    command: list[str],
-    record: dict | None = None,
-    totals: dict[str, float] | None = None,
-    folder: str | None = None,
-) -> Iterator:
+def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, totals=None, folder=None) -> Iterator:
     """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
 
     Yields where it runs, then its rows and the end of its log. files: instead of those in the archive. record: see
