@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_corpus import ROOT
-from test_night import Night
+from small_corpus import ROOT, copy_files, texts, write_parquet
+from test_night import Night, command
 
 from night.wave import Run, table
 
@@ -20,8 +21,8 @@ pytest.importorskip("ray", reason="it is in the extra [night]")
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
-from harness import budget_name, log_result
-from prepare import dataset_id
+import prepare
+from harness import budget_name, log_result, night_record
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float)
@@ -29,10 +30,12 @@ parser.add_argument("--tokens", type=int)
 parser.add_argument("--gpu")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
-where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=dataset_id())
+where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=prepare.dataset_id())
+prepare.adopt_dataset(prepare.current_dataset())
 print("training", flush=True)
 try:
     BODY
+    where["test_bpb"] = val_bpb + 0.1 if night_record().get("score_test") else None
     print("status:", log_result(val_bpb=val_bpb, memory_gb=2.0, tokens_M=1.5, **where))
 except BaseException as error:
     log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
@@ -46,7 +49,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 14]", "hang": "[no evaluation within 0.1 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 15]", "hang": "[no evaluation within 0.1 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
@@ -188,6 +191,58 @@ def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
         "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds, A",
         "1.000000|9.0|keep|j|jj, seed 1, B",
     ]
+
+
+def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_data(clone, tmp_path):
+    """Every row is on the clone's own data and compares with the reference of its kind, up to the report."""
+    waves = (ROOT / "docs" / "waves.md").read_text("utf-8")
+    cache, other = shutil.copytree(clone.env["AUTORESEARCH_CACHE"], tmp_path / "cache"), tmp_path / "other"
+    clone.env |= {"AUTORESEARCH_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+
+    def step(number: str, **words: str) -> str:
+        text = re.search(rf"\*\*{number}\..*?```bash\n(.*?)```", waves, re.S)[1]
+        for old, new in words.items():
+            text = text.replace(old.replace("_", " "), new)
+        return clone.run(text + "wait")
+
+    def plan(wave: int, idea: str, val_bpb: float) -> None:
+        (tmp_path / "train.py").write_text(STUB.replace("BODY", f"val_bpb = {val_bpb} + args.seed % 10 / 1000"))
+        edit = {"#_edit_train.py": f"cp {tmp_path / 'train.py'} train.py", "MLP_4x_->_5x": idea}
+        step("1", **edit, **{"wave=1": f"wave={wave}", "wider-mlp": idea})
+
+    (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.3 + args.seed % 10 / 1000"))
+    clone.run("git commit -q -m baseline train.py; python -m night run")
+    copy_files(other)
+    write_parquet(tmp_path / "texts" / "a.parquet", texts(7))
+    write_parquet(tmp_path / "texts" / "b.parquet", texts(8))
+    subprocess.run([sys.executable, "prepare.py", "--data", tmp_path / "texts"], cwd=other, env=clone.env, check=True)
+    for idea, val_bpb in {"a": 1.28, "b": 1.29, "c": 1.4}.items():
+        plan(1, idea, val_bpb)
+    step("2")
+    log = (clone.folder / "wave.log").read_text()
+    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a, cpu$", log, re.M), log
+    assert clone.run("python -m night reference") == clone.run("git rev-parse --short=7 HEAD")
+
+    plan(2, "all-winners", 1.25)
+    clone.run("git checkout -q autoresearch/mar5")
+    step("4")
+    log = (clone.folder / "wave.log").read_text()
+    assert log.startswith("6 runs, 0 more") and "-0.050000 +-0.00000" in log
+    clone.run("python -m night keep mar5-wave2/all-winners --discard")
+    step("5")
+    winner = clone.run("git rev-parse --short=7 mar5-wave2/all-winners")
+    assert clone.run("python -m night reference") == winner
+    output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
+    assert re.search(r"^1.250000 +reference .* all-winners, cpu, 1.5 M tokens$", output, re.M), output
+    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu, 1.5 M tokens$", output, re.M)
+
+    clone.run(command("## The morning after") + "wait")
+    report = (clone.folder / "report.md").read_text()
+    baseline, *_ = rows = clone.rows()
+    assert f"First kept: {baseline['commit']}, baseline. Last kept: {winner.strip()}, all-winners, seed 3." in report
+    assert "| test, mean of 3 seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
+    assert len(rows) == 1 + 3 + 6 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
+    assert clone.run("git status --porcelain") == ""
 
 
 @pytest.mark.parametrize(("slots", "threads"), [([], 1002), (TWO_SLOTS, 1)])
