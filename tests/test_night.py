@@ -348,7 +348,9 @@ def test_four_runs_at_once_in_one_clone_lose_no_row(night):
     assert sorted(row["status"] for row in night.rows()) == ["discard"] * 3 + ["keep"]
 
 
-@pytest.mark.parametrize(("runs", "kills"), [(6, 2), pytest.param(200, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("runs", "kills"), [(6, 2), pytest.param(200, 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
     rng = random.Random(runs)
     killed = set(rng.sample(range(1, runs), kills))

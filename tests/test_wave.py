@@ -355,6 +355,7 @@ def test_no_process_outlives_a_killed_wave(clone):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_200_runs_on_8_slots_leave_200_rows(clone):
     clone.commit(good=SIX["good"], crash="val_bpb = 1 / (args.seed % 10)")
     seeds = ",".join(map(str, range(100)))
