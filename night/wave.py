@@ -211,8 +211,7 @@ def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
 
 def dataset_file() -> dict[str, bytes]:
     """The clone's dataset, for a checkout elsewhere."""
-    name = prepare.current_dataset().name.encode()
-    return {".dataset": prepare.DATASET.read_bytes() if prepare.DATASET.exists() else name}
+    return {".dataset": prepare.current_dataset().name.encode()}
 
 
 def next_event(stream) -> str | tuple:
@@ -245,11 +244,14 @@ def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: bytes, tail: list
 
 
 def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
-    """Those of a cluster's nodes that have the dataset or, as its source can be reached from there, make it now."""
+    """Those of a cluster's nodes that have the dataset or, if it has a source, have prepared it now."""
     import ray
 
-    shards = (prepare.current_dataset() / "train_shards").read_text().strip()
-    command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
+    folder = prepare.current_dataset()
+    source = folder.name.partition("@")[0]
+    known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
+    call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
+    command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
     files = {"prepare.py": Path(prepare.__file__).read_bytes()} | dataset_file()
     task, able = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), []
     tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]

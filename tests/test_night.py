@@ -393,7 +393,7 @@ def test_set_up_begins_an_empty_log_and_needs_no_git_identity(night, tmp_path):
 
 def test_noise_rows_are_named_by_their_seed(night):
     for seed in "12":
-        night.run(command("## Noise").replace("seed=1", f"seed={seed}") + "wait")
+        night.run(command("## Noise").replace("--seed 1", f"--seed {seed}") + "wait")
     assert [row["description"] for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
 
 
