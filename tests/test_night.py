@@ -1,6 +1,8 @@
 """An agent's night: program.md's own commands, played in a scratch git repository with a stub for train.py."""
 
+import argparse
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -10,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -20,8 +23,10 @@ from small_corpus import FILES, ROOT, WORDS, copy_files
 import harness
 import prepare
 from harness import Description, Label
+from night import rows
+from night.__main__ import COMMANDS, main
 from night.plot import plot
-from night.rows import name_of
+from night.rows import Kind, name_of, reference
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
@@ -50,6 +55,10 @@ except BaseException as error:
     log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
     raise
 """
+
+
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+DAEMON = f"subprocess.Popen([sys.executable, '-c', {IGNORES!r}], start_new_session=True, stdout=-1).stdout.readline()"
 
 
 def command(step: str) -> str:
@@ -243,21 +252,30 @@ def test_an_error_while_train_py_is_imported_is_named_with_its_line(night, line,
 
 def test_no_process_outlives_its_run(night):
     """Not even one that has left its session, and ignores what can be ignored."""
-    daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    start = f"subprocess.Popen([sys.executable, '-c', {daemon!r}], start_new_session=True, stdout=-1).stdout.readline()"
-    night.experiment("leaves a daemon", f"{start}; val_bpb = 1.2")
+    night.experiment("leaves a daemon", f"{DAEMON}; val_bpb = 1.2")
     assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
 
 
 @pytest.mark.parametrize("guard", [False, True])
 def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard):
-    night.edit("idea", "time.sleep(60)")
+    night.edit("idea", f"{DAEMON}; print('daemon', flush=True); time.sleep(60)")
     loop = night.start(RUN)
-    night.process("train.py")
+    while not night.log.exists() or "daemon" not in night.log.read_text():
+        time.sleep(0.01)
     os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
     loop.wait(600)
     assert night.all_gone()
     assert [row["description"] for row in night.rows()] == ["idea [killed]"]
+
+
+def test_a_run_that_ignores_sigterm_ends_all_the_same(night):
+    night.edit("idea", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
+    loop = night.start(RUN)
+    while not night.log.exists() or "deaf" not in night.log.read_text():
+        time.sleep(0.01)
+    os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGTERM)
+    loop.wait(30)
+    assert [row["description"] for row in night.rows()] == ["idea [killed]"] and not night.processes()
 
 
 def test_exit_status_options_and_output_are_those_of_train_py(night):
@@ -339,6 +357,119 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.assert_nothing_else_changed()
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
     assert night.run("python -m night reference") == night.run("git rev-parse --short=7 HEAD~3")  # the baseline
+
+
+@pytest.fixture
+def history(monkeypatch, tmp_path):
+    """A branch with the commits a, b, c and d, and a log: of each row the commit, val_bpb, gpu and dataset."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "gpu_name", lambda: "A")
+    monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
+    commits = "".join(f"{letter * 40}\n" for letter in "dcba")
+
+    def git(what: str, *args: str) -> bytes:
+        return commits.encode() if what == "rev-list" else args[-1][0].replace("H", "d").encode() * 40
+
+    monkeypatch.setattr(rows, "git", git)
+
+    def log(*lines: str) -> None:
+        for line in lines:
+            commit, val_bpb, status, *place = line.split("|")
+            row = dict(zip(("gpu", "dataset"), place, strict=True), commit=7 * commit, description="x", memory_gb=1.0)
+            row |= dict(reason="killed" * (status == "crash"), to_beat=math.inf if status == "keep" else 0.0)
+            harness.log_result(val_bpb=float(val_bpb), **row)
+
+    return log
+
+
+@pytest.mark.parametrize(
+    ("log", "commit", "of_60_s"),
+    [
+        ([], "d", "d"),
+        (["a|1.3|discard|A|d", "b|1.4|discard|A|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d", "d|0|crash|A|d"], "b", "b"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|B|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A|other"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A, 60 s|d"], "a", "b"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A, report|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "e|1.2|keep|A|d"], "a", "a"),  # of another branch
+    ],
+)
+def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history, log, commit, of_60_s):
+    history(*log)
+    assert reference(Kind(["A"], "", "d")) == 7 * commit
+    assert reference(Kind(["A"], ", 60 s", "d")) == 7 * of_60_s
+    harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A, 60 s", dataset="d", commit="ccccccc", description="x")
+    assert reference(Kind(["A"], "", "d")) == 7 * commit
+    assert reference(Kind(["A"], ", 60 s", "d")) == "ccccccc"
+
+
+def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
+    history("b|1.3|discard|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
+    history("b|0|crash|A|d", "e|1.4|discard|A|d")
+    path = harness.RESULTS
+    path.write_bytes(path.read_bytes() + b"\xff half a row")
+    path.chmod(0o640)
+    before = path.read_bytes().split(b"\n")
+
+    def changed(commit: str, discard: bool) -> dict[int, bytes]:
+        rows.keep(argparse.Namespace(revisions=[commit], setting="", discard=discard))
+        after = path.read_bytes().split(b"\n")
+        return {i: b.split(b"\t")[3] for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
+
+    assert changed("b", False) == {3: b"keep"}
+    assert capsys.readouterr().out == "keep bbbbbbb; the next experiment starts from bbbbbbb\n"
+    assert changed("c", True) == {2: b"discard", 3: b"keep"}
+    assert changed("b", True) == {2: b"discard"}  # nothing is kept: the first row
+    assert capsys.readouterr().out.endswith("discard bbbbbbb; the next experiment starts from bbbbbbb\n")
+    assert changed("e", False) == {2: b"discard", 7: b"keep"}
+    assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
+        changed("f", False)
+
+
+def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_path):
+    path = tmp_path / "results.tsv"
+    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="c", description="x", path=path)
+    harness.log_result(val_bpb=1.3, **row)
+    with harness.locked(path):
+        writer = threading.Thread(target=lambda: harness.log_result(val_bpb=1.2, **row))
+        writer.start()
+        time.sleep(0.2)
+        with prepare.new_file(path) as file:
+            file.write(path.read_bytes())
+    writer.join()
+    assert [row["val_bpb"] for row in harness.read_results(path)] == [1.3, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "setting"),
+    [
+        ("run", 600, ""),
+        ("run --seconds 400", 700, ", 400 s"),
+        ("run --seconds 60 --gpu T4", 600, " as T4, 60 s"),
+        ("wave --tokens 5000000 --per-gpu 3", 1800, ", 5 M tokens"),
+        ("report --limit 7", 7, ""),
+    ],
+)
+def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, line, limit, setting):
+    monkeypatch.setitem(COMMANDS, line.split()[0], lambda args: (args.limit, args.setting))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
+    assert main() == (limit, setting)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("plot x", "plot takes no x"), ("keep", "keep takes one commit"), ("keep a b", "keep takes one commit")],
+)
+def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, error):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert error in capsys.readouterr().err
 
 
 def test_four_runs_at_once_in_one_clone_lose_no_row(night):

@@ -221,7 +221,6 @@ def test_a_gain_is_that_of_pairs_and_stands_beyond_chance(differences, error, t)
 
 
 def test_with_unequal_numbers_of_runs_it_is_welchs_test():
-    """The example of NIST's handbook's form: s.e. by both variances, degrees of freedom by Welch and Satterthwaite."""
     before, after = [1.20, 1.23, 1.21, 1.24], [1.195, 1.205]
     a, b = statistics.variance(before) / 4, statistics.variance(after) / 2
     gain, error, stands = difference(dict(enumerate(before)), dict(enumerate(after)))
@@ -246,11 +245,15 @@ def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds
     text = gains(FIRST, LAST, rows_of(val, test))
     assert "nothing that stands" in text and "luck" not in text
     assert "another text" in text
+    val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
+    assert "luck" not in gains(FIRST, LAST, rows_of(val, test))
+    val["b"] = [1.217, 1.2185, 1.2205]  # worse
+    assert "The rest, 0.0100, was luck" in gains(FIRST, LAST, rows_of(val, test))
 
 
 def test_many_seeds_and_crashes_among_them():
     val = {"a": [1.21 + i / 1000 for i in range(12)], "b": [1.20 + i / 1000 for i in range(11)] + [0.0]}
-    text = gains(FIRST, LAST, rows_of(val, {commit: [1.3] * 12 for commit in val}))
+    text = gains(FIRST, LAST, rows_of(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val}))
     assert "| val, mean of 12 and 11 seeds | 1.2155 | 1.2050 | 0.0105 |" in text
     with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision have ended well"):
         gains(FIRST, LAST, rows_of({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]}))

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ import pytest
 from small_corpus import ROOT, copy_files, texts, write_parquet
 from test_night import Night, command
 
-from night.wave import Run, table
+import harness
+from night.rows import Kind
+from night.wave import Run, log_row, table, usable_cores
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -193,6 +196,33 @@ def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
     ]
 
 
+@pytest.mark.parametrize(("text", "cores"), [("50000 100000\n", 1), ("max 100000\n", len(os.sched_getaffinity(0)))])
+def test_a_cgroups_quota_limits_the_cores(monkeypatch, text, cores):
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/sys/fs/cgroup/cpu.max": text}[str(path)])
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seed", "report", "status"),
+    [("A", None, False, "keep"), ("A", 1, False, "discard"), ("B", None, False, "discard"), ("B", None, True, "keep")],
+)
+def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(
+    tmp_path, monkeypatch, gpu, seed, report, status
+):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, dataset="d", to_beat=math.inf)
+    for text, val_bpb in {"base": 1.3, "base ": 1.5, "base, seed 1": 1.35, "other": 1.1}.items():
+        harness.log_result(val_bpb=val_bpb, gpu="A", description=text, commit="b" * (text[0] == "b") or "o", **row)
+    harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
+    kind, run = Kind(["A", "B"], "", "d", report), Run("i", "idea", seed)
+    lines = ["garbage", f"x\t1.400000\t2.0\tkeep\tx, test 1.600000\t{gpu}\td\t9.0", ""]
+    log_row(run, kind, ("b", "base"), "\n".join(lines).encode(), [])
+    *_, row = harness.read_results()
+    text = "idea, test 1.600000"
+    assert [row[key] for key in ("commit", "val_bpb", "status", "description")] == ["i", 1.4, status, text]
+    assert (row["gpu"], row["tokens_M"], row["memory_gb"]) == (gpu + ", report" * report, 9.0, 2.0)
+
+
 def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_data(clone, tmp_path):
     """Every row is on the clone's own data and compares with the reference of its kind, up to the report."""
     waves = (ROOT / "docs" / "waves.md").read_text("utf-8")
@@ -232,6 +262,9 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     step("5")
     winner = clone.run("git rev-parse --short=7 mar5-wave2/all-winners")
     assert clone.run("python -m night reference") == winner
+    plan(3, "lower, but not merged", 1.24)
+    clone.run("git checkout -q autoresearch/mar5")
+    assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
     output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
     assert re.search(r"^1.250000 +reference .* all-winners, cpu, 1.5 M tokens$", output, re.M), output
     assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu, 1.5 M tokens$", output, re.M)
@@ -241,14 +274,15 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     baseline, *_ = rows = clone.rows()
     assert f"First kept: {baseline['commit']}, baseline. Last kept: {winner.strip()}, all-winners, seed 3." in report
     assert "| test, mean of 3 seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
-    assert len(rows) == 1 + 3 + 6 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
+    assert len(rows) == 1 + 3 + 6 + 2 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
     assert clone.run("git status --porcelain") == ""
 
 
-@pytest.mark.parametrize(("slots", "threads"), [([], 1002), (TWO_SLOTS, 1)])
+@pytest.mark.parametrize(("slots", "threads"), [([], 1002.2), (TWO_SLOTS, 1.1)])
 def test_under_taskset_a_run_has_the_threads_that_it_may_use(clone, slots, threads):
     """Without OMP_NUM_THREADS, PyTorch takes as many as it may use."""
-    clone.commit(base="val_bpb = float(os.environ.get('OMP_NUM_THREADS', 1000 + len(os.sched_getaffinity(0))))")
+    omp = "os.environ.get('OMP_NUM_THREADS', 1000 + len(os.sched_getaffinity(0)))"
+    clone.commit(base=f"val_bpb = float({omp}) + int(os.environ['TORCHINDUCTOR_COMPILE_THREADS']) / 10")
     two = sorted(os.sched_getaffinity(0))[:2]
     clone.finish(clone.wave("base", *slots, begin=lambda: os.sched_setaffinity(0, two)))
     assert [row["val_bpb"] for row in clone.rows()] == [threads]
@@ -315,7 +349,7 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     output = clone.finish(wave)
     assert clone.scores() == {"base": "keep", "long [WorkerCrashedError]": "crash", "short": "keep"}
-    assert len(re.findall("^no run for .* does not have .*no data prepared", output, re.M)) == 1
+    assert len(re.findall("^no run for .* does not have corpus-.*PrepareError", output, re.M)) == 1
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
     rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
