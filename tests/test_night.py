@@ -411,6 +411,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     path.write_bytes(path.read_bytes() + b"\xff half a row")
     path.chmod(0o640)
     before = path.read_bytes().split(b"\n")
+    capsys.readouterr()
 
     def changed(commit: str, discard: bool) -> dict[int, bytes]:
         rows.keep(argparse.Namespace(revisions=[commit], setting="", discard=discard))
