@@ -1,6 +1,7 @@
 """Without a CUDA device Triton's interpreter runs the kernels, so the same tests run everywhere. And a small corpus."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,14 @@ def tokenizer(prepared, monkeypatch) -> prepare.Tokenizer:
     """Its tokenizer; the cache is the current one."""
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     return prepare.Tokenizer.from_directory()
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A file system of one MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield mount
+    subprocess.run(["umount", mount], check=True)

@@ -25,9 +25,9 @@ MODEL = ["test_reference_model.py"]
 OPTIMIZER = ["test_reference_optimizer.py"]
 WIRING = ["test_wiring.py"]
 METRIC = ["test_prepare.py", "-k", "bpb or target"]
-CLOCK = ["test_prepare.py", "-k", "clock or budget or loss"]
+CLOCK = ["test_harness.py", "-k", "clock or budget or loss"]
 LOADER = ["test_prepare.py", "-k", "batch or epoch or order or window or loader or borders"]
-LOG = ["test_prepare.py", "-k", "row or keep or log or status or kept or subject or git"]
+LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject or git"]
 
 # (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
@@ -361,7 +361,7 @@ SECTIONS = [
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
         ('f"{description} [{reason}]" if reason', "description if reason"),
     ]),
-    ("The log", "harness.py", ["test_prepare_faults.py", "-k", "row"], [
+    ("The log", "harness.py", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
