@@ -353,7 +353,7 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
     rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
-    expected = {"base, seed 1": 1.5, "base, seed 2": 1.5, "good, seed 1": 1.31, "good, seed 2": 1.32}
+    expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
     assert rows == {name: ("cpu, 9 s", val_bpb) for name, val_bpb in expected.items()}
     wave = clone.wave("long", "--again", f"--address={cluster.cluster.address}")
     began(3)
