@@ -239,6 +239,7 @@ def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit
         ("import json; json.loads('')", "JSONDecodeError line 1"),
         ("    SIZE = 1", "IndentationError line 1"),
         ("raise ValueError('of\\nmany\\nlines')", "ValueError line 1"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('size')", "KeyError line 4"),
     ],
 )
 def test_an_error_while_train_py_is_imported_is_named_with_its_line(night, line, reason):
@@ -256,16 +257,18 @@ def test_no_process_outlives_its_run(night):
     assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
 
 
-@pytest.mark.parametrize("guard", [False, True])
-def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard):
-    night.edit("idea", f"{DAEMON}; print('daemon', flush=True); time.sleep(60)")
+@pytest.mark.parametrize(("guard", "reason"), [(False, "KeyboardInterrupt"), (True, "killed")])
+def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard, reason):
+    """train.py logs its row itself if it has the time."""
+    hears = "signal.signal(signal.SIGTERM, interrupted)"
+    night.edit("idea", f"{DAEMON}; {hears}; print('daemon', flush=True); time.sleep(60)")
     loop = night.start(RUN)
     while not night.log.exists() or "daemon" not in night.log.read_text():
         time.sleep(0.01)
     os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
     loop.wait(600)
     assert night.all_gone(20)
-    assert [row["description"] for row in night.rows()] == ["idea [killed]"]
+    assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
 
 
 def test_a_run_that_ignores_sigterm_ends_all_the_same(night):

@@ -262,7 +262,7 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     step("5")
     winner = clone.run("git rev-parse --short=7 mar5-wave2/all-winners")
     assert clone.run("python -m night reference") == winner
-    plan(3, "lower, but not merged", 1.24)
+    plan(3, "unmerged", 1.24)
     clone.run("git checkout -q autoresearch/mar5")
     assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
     output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
