@@ -220,7 +220,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     [
         ("[signal.signal(n, signal.SIG_IGN) for n in (14, 15)]; time.sleep(60)", 3, "no evaluation within 0.05 min"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 60, "killed"),
-        ("os._exit(7)", 60, "exit status 7"),
+        ("os.write(2, b'  File \"train.py\", line 3\\nValueError: 1\\n'); os._exit(7)", 60, "exit status 7"),
         ("os._exit(0)", 60, "no row"),
     ],
 )
@@ -408,7 +408,7 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
 
 
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
-    history("b|1.3|discard|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
+    history("b|1.3|keep|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
     history("b|0|crash|A|d", "e|1.4|discard|A|d")
     path = harness.RESULTS
     path.write_bytes(path.read_bytes() + b"\xff half a row")
@@ -424,9 +424,9 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert changed("b", False) == {3: b"keep"}
     assert capsys.readouterr().out == "keep bbbbbbb; the next experiment starts from bbbbbbb\n"
     assert changed("c", True) == {2: b"discard", 3: b"keep"}
-    assert changed("b", True) == {2: b"discard"}  # nothing is kept: the first row
+    assert changed("b", True) == {1: b"discard", 2: b"discard"}  # nothing is kept: the first row
     assert capsys.readouterr().out.endswith("discard bbbbbbb; the next experiment starts from bbbbbbb\n")
-    assert changed("e", False) == {2: b"discard", 7: b"keep"}
+    assert changed("e", False) == {1: b"discard", 2: b"discard", 7: b"keep"}
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
     assert path.stat().st_mode & 0o777 == 0o640
     with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
@@ -646,10 +646,11 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
     harness.log_result(val_bpb=1.3, description="idea [2]", **where)
     harness.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
-    harness.log_result(val_bpb=0.0, description="other", reason="killed", **where)
+    harness.log_result(val_bpb=0.0, description="other, seed 1", reason="killed", **where)
     harness.log_result(val_bpb=1.2, description="idea, seed 1", **where)
+    harness.log_result(val_bpb=1.25, description="other, seed 2", **where)
     (chart,) = drawn()
-    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["0 discard", "2 keep", "1 crash"]
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["1 discard", "2 keep", "1 crash"]
 
 
 @pytest.mark.parametrize(
@@ -704,6 +705,7 @@ def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, mo
     for score in scores:
         row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
         harness.log_result(**row, to_beat=to_beat)
+        harness.log_result(**row | {"gpu": "g, report"})
     plot()
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{tmp_path / 'progress.png'}\n"
