@@ -148,7 +148,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
 
     folder = prepare.current_dataset()
     source = folder.name.partition("@")[0]
-    known = folder.name in (*prepare.HUB, prepare.local_files("embedded")[0])  # else it is a folder of one's own
+    known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
     given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes()}, [command]

@@ -24,10 +24,10 @@ TIMEOUT = 300  # seconds; a bug that makes a test hang is noticed, too
 MODEL = ["test_reference_model.py"]
 OPTIMIZER = ["test_reference_optimizer.py"]
 WIRING = ["test_wiring.py"]
-METRIC = ["test_prepare.py", "-k", "bpb or target"]
-CLOCK = ["test_prepare.py", "-k", "clock or budget or loss"]
+METRIC = ["test_prepare.py", "-k", "bpb or target or eval_mode"]
+CLOCK = ["test_harness.py", "-k", "clock or budget or loss"]
 LOADER = ["test_prepare.py", "-k", "batch or epoch or order or window or loader or borders"]
-LOG = ["test_prepare.py", "-k", "row or keep or log or status or kept or subject or git"]
+LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject or git"]
 
 # (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
@@ -347,6 +347,81 @@ SECTIONS = [
         ("np.random.RandomState(1)", "np.random.RandomState(2)"),
         ("return piece if len(piece) == n else", "return piece if len(piece) else"),
     ]),
+    ("The metric", "prepare.py", METRIC, [
+        ("        model.eval()\n", ""),
+        ("module.training = True", "pass"),
+        ("for module in model.modules() if module.training]", "for module in model.modules()]"),
+    ]),
+    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again"], [
+        ("name = own or read(cache_dir()", "name = read(cache_dir()"),
+        ('open(DATASET, "x")', 'open(DATASET, "w")'),
+        ("    if own:\n        raise PrepareError(f\"{DATASET}", "    if False:\n        raise PrepareError(f\"{DATASET}"),
+        ("        DATASET.write_text(", "        str("),
+        ("wanted = data or source or", "wanted = data or"),
+        ("max(num_shards or 0, default_shards())", "num_shards or default_shards()"),
+        ("max(num_shards or 0, default_shards())", "default_shards()"),
+        ("num_shards = int(shards) if same else None", "pass"),
+        ('(f"{name}x{num_shards}" if num_shards else name)', "name"),
+        ("os.link(path, directory / path.name)", "pass"),
+        ("for name in done - set(made):", "for name in ():"),
+        ("10 if capability >= (8, 0) else 2", "10 if capability > (8, 0) else 2"),
+        ("else 2 if capability > (0, 0) else 1", "else 1"),
+        ("if num_shards or not is_ready(current_dataset()):", "if num_shards:"),
+        ("if num_shards or not is_ready(current_dataset()):", "if not is_ready(current_dataset()):"),
+    ]),
+    ("The splits", "prepare.py", ["test_splits.py", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant"], [
+        ('{0: "val", 1: "test"}', '{0: "test", 1: "val"}'),
+        ("number % 20", "number % 10"),
+        ("b\"%d\" % salt + text", "b\"\" + text"),
+        ("files.sort(key=hashes.get)", "pass"),
+        ("folder.rglob(", "folder.glob("),
+        (' if "/." not in f"/{file.relative_to(folder)}"]', "]"),
+        ("sorted(hashes.values())", "[len(hashes)]"),
+        ("sorted(hashes.values())", "[str(file) for file in files]"),
+        ("[(file.name, hashes[file]) for file in files]", "[file.name for file in files]"),
+        ("for number, text in sorted(found", "for number, text in list(found"),
+        ("TOKENIZER_CHARS // chars[split]", "TOKENIZER_CHARS"),
+        ("TOKENIZER_CHARS // chars[split]", "TOKENIZER_CHARS // chars[split] // 4"),
+        ('("tokenizer.txt", "train"), (', '("tokenizer.txt", "test"), ('),
+        ('chars["train"] -= len(found[2])', 'chars["train"] -= 1'),
+        ("itertools.islice(shards, num_shards)", "shards"),
+        ("itertools.islice(shards, num_shards)", "itertools.islice(shards, (num_shards or 99) + 1)"),
+        ("train[:num_shards]]", "train]"),
+        ('{"tokenizer.txt": parts[2]}', '{"tokenizer.txt": parts[-1]}'),
+        ('{"tokenizer.txt": parts[2]}', '{"tokenizer.txt": parts[0]}'),
+        ("max(1, sum(counts) // 20)", "max(1, sum(counts) // 19)"),
+        ("counts[-2] if files[1:]", "counts[-1] if files[1:]"),
+        ("if stop <= twentieth:", "if stop < 0:"),
+        ("else (val[0], stop, None)", "else (val[0], stop + 1, None)"),
+        ("(file.name == VAL_FILE, file.name == TEST_FILE)", "(file.name == TEST_FILE, file.name == VAL_FILE)"),
+        ("{VAL_FILE} < {file.name for file in files} - {TEST_FILE}", "{VAL_FILE} <= {file.name for file in files}"),
+        ("(TEST_FILE, VAL_FILE, *train)", "(VAL_FILE, TEST_FILE, *train)"),
+        ("cuts = [0, 10_000,", "cuts = [0, 9_000,"),
+        ("num_shards * 250_000, 250_000", "num_shards * 240_000, 240_000"),
+        ("shape = [MAGIC, VOCAB_SIZE, EVAL_TOKENS,", "shape = [MAGIC, EVAL_TOKENS,"),
+        ("SPLIT_PATTERN, SPECIAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS]", "SPLIT_PATTERN, SPECIAL_TOKENS, TOKENIZER_CHARS]"),
+        ('math.inf if name.startswith("train") else EVAL_TOKENS + 1', 'EVAL_TOKENS + 1'),
+        ('math.inf if name.startswith("train") else EVAL_TOKENS + 1', 'math.inf'),
+        ("else EVAL_TOKENS + 1", "else EVAL_TOKENS"),
+        ("checksums + TokenStream(tokenizer, \"val\").checksums", "checksums"),
+        ("if sizes[\"val\"] <= EVAL_TOKENS:", "if sizes[\"val\"] < 0:"),
+        ("(errno.EMFILE, errno.ENFILE)", "(errno.ENFILE,)"),
+        ('np.memmap(file, mode="r") if file.stat().st_size else b""', 'np.memmap(file, mode="r")'),
+    ]),
+    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
+        ("(?s:.{1,8191})(?:\\n|\\Z)|(?s:.{1,8192})", "(?s:.{1,8192})"),
+        ("text[:TOKENIZER_DOC_CHARS]", "text"),
+        ("if chars >= TOKENIZER_CHARS:", "if False:"),
+        ("VOCAB_SIZE - len(SPECIAL_TOKENS)", "VOCAB_SIZE"),
+        ("timeout=6", "timeout=60"),
+        ("daemon=True).start()", "daemon=False).start()"),
+        ("ids += [bos, *(", "ids += [*("),
+        ("and read(cache_dir() / \"current\") == directory.name:", "and False:"),
+        ("        if data or own:\n            raise", "        if data:\n            raise"),
+        ("return make(\"embedded\", None)", "return prepare(\"embedded\", None)"),
+        ("done.add(path.name)", "pass"),
+        ("disallowed_special=()", "allowed_special='all'"),
+    ]),
     ("The log", "harness.py", LOG, [
         ('round(val_bpb, 6) >= best["val_bpb"]', 'round(val_bpb, 6) > best["val_bpb"]'),
         ('round(val_bpb, 6) >= best["val_bpb"]', 'val_bpb >= best["val_bpb"]'),
@@ -361,7 +436,7 @@ SECTIONS = [
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
         ('f"{description} [{reason}]" if reason', "description if reason"),
     ]),
-    ("The log", "harness.py", ["test_prepare_faults.py", "-k", "row"], [
+    ("The log", "harness.py", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
