@@ -587,14 +587,14 @@ def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256,
 
     torch.manual_seed(seed)
     ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
-    device, end = next(model.parameters()).device, time.perf_counter() + seconds
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # one row: another shape would compile anew
-        for _ in range(tokens):
+    device, most, end = next(model.parameters()).device, len(ids) + tokens, time.perf_counter() + seconds
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # training has compiled another shape than one row
+        while len(ids) < most and time.perf_counter() < end:
             context = ids[-seq_len:]
             padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
             logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
             token = torch.multinomial(torch.softmax(logits / 0.8, -1), 1).item()
-            if token == tokenizer.get_bos_token_id() or time.perf_counter() >= end:
+            if token == tokenizer.get_bos_token_id():
                 break
             ids.append(token)
     return tokenizer.decode(ids[1:])

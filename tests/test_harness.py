@@ -118,6 +118,27 @@ def test_an_empty_budget_is_refused(budget):
         Clock(**budget)
 
 
+# What a crash row says
+
+SHAPES = """import torch
+def linear(x, weight):
+    return torch.nn.functional.linear(x, weight)
+def mlp(x, weight):
+    return linear(x[..., 1:], weight)
+compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+"""
+
+
+@pytest.mark.parametrize("function", ["mlp", "compiled"])
+def test_a_wrong_shape_is_reported_with_the_line_of_the_call_compiled_or_not(tmp_path, function):
+    names: dict = {}
+    exec(compile(SHAPES, tmp_path / "train.py", "exec"), names)
+    (tmp_path / "train.py").write_text(SHAPES)
+    with pytest.raises(RuntimeError) as error:
+        names[function](torch.ones(2, 4), torch.ones(4, 4))
+    assert harness.crash_reason(error.value) == f"{type(error.value).__name__} line 3, called from line 5"
+
+
 # Log
 
 
