@@ -21,8 +21,8 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,18 +205,65 @@ def copy_to_host(tensor) -> Callable[[], float]:
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
+class Label(NamedTuple):
+    """The gpu column. Rows compare with those of the same label and dataset."""
+
+    gpu: str  # as gpu_name() has it
+    setting: str = ""  # what was set by hand, as budget_name() has it
+    report: bool = False  # rows of a report compare among themselves only
+
+    @classmethod
+    def parse(cls, text: str) -> Label:
+        pattern = r"(.*?)((?: as \w+)?(?:, [\d.e+-]+ (?:M tokens|s))?)(, report)?"
+        gpu, setting, report = re.fullmatch(pattern, text, re.S).groups()
+        return cls(gpu, setting, bool(report))
+
+    def __str__(self) -> str:
+        return self.gpu + self.setting + ", report" * self.report
+
+
+class Description(NamedTuple):
+    """The description column."""
+
+    subject: str  # of the commit; with ` (train.py differs)` if that is not what ran
+    seed: int | None = None
+    test_bpb: float | None = None
+    reason: str = ""  # of a crash
+
+    @classmethod
+    def parse(cls, row: dict) -> Description:
+        text, reason = row["description"], ""
+        if row["status"] == "crash":
+            text, reason = re.fullmatch(r"(.*?) ?(?:\[([^[]*)\])?", text).groups()
+        subject, seed, test = re.fullmatch(r"(.*?)(?:[,:] seed (\d+))?(?:, test (\d+\.\d{6}))?", text).groups()
+        return cls(subject, int(seed) if seed else None, float(test) if test else None, reason or "")
+
+    def __str__(self) -> str:
+        text = self.subject if self.seed is None else f"{self.subject}, seed {self.seed}"
+        text += "" if self.test_bpb is None else f", test {self.test_bpb:.6f}"
+        return f"{text} [{self.reason}]" if self.reason else text
+
+
+def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
+    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
+    return (f" as {gpu}" if gpu else "") + budget
+
+
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
-    rows, text = [], ""
+    """The rows of results.tsv, numbers as floats. Lines that are not rows are skipped."""
+    text = ""
     with suppress(OSError):
         text = Path(path or RESULTS).read_text("utf-8", errors="replace")
-    for line in text.split("\n"):
-        with suppress(ValueError):
-            row = dict(zip(COLUMNS, line.split("\t"), strict=True))
-            numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
-            if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
-                rows.append(row | numbers)
-    return rows
+    return [row for line in text.split("\n") if (row := parse_row(line))]
+
+
+def parse_row(line: str) -> dict | None:
+    with suppress(ValueError):
+        row = dict(zip(COLUMNS, line.split("\t"), strict=True))
+        numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+        if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
+            return row | numbers
 
 
 def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
@@ -226,25 +273,34 @@ def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict 
 
 
 def log_result(
-    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", commit=None, description=None, path=None
-) -> str:
-    """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
-    else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
-    Commit and description are those of HEAD unless given. A row that the file refuses goes to stderr."""
+    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
+    description=None, path=None,
+) -> str:  # fmt: skip
+    """Appends one row to results.tsv and returns its status.
+
+    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest yet on that
+    gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given. A row that the file refuses
+    goes to stderr.
+    """
     path = Path(path or RESULTS)
     head = git_head() if commit is None else (commit, "")
     reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
     reason = reason.translate(str.maketrans("[]", "()"))
-    description = head[1] if description is None else description
-    description = f"{description} [{reason}]" if reason else description
+    subject = head[1] if description is None else description
+    description = str(Description(subject, None, None if reason else test_bpb, reason))
     commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
     if reason:
         val_bpb = memory_gb = tokens_M = 0.0
 
     def row() -> tuple[str, str]:
-        best = best_result(gpu, dataset, path)
-        beaten = best and round(val_bpb, 6) >= best["val_bpb"]
-        status = "crash" if reason else "discard" if beaten else "keep"
+        *_, before = [None, *read_results(path)]
+        if before and before["dataset"] != dataset:
+            print(f"{path.name}: the row before is on {before['dataset']}, this one on {dataset}: they do not compare")
+        bar = to_beat
+        if bar is None:
+            best = best_result(gpu, dataset, path)
+            bar = best["val_bpb"] if best else math.inf
+        status = "crash" if reason else "keep" if round(val_bpb, 6) < bar else "discard"
         fields = [commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset, f"{tokens_M:.1f}"]
         return status, "\t".join(fields)
 
@@ -256,12 +312,22 @@ def log_result(
         return status
 
 
+@contextmanager
+def locked(path: Path) -> Iterator:
+    """The log, open at its end; nobody else writes to it meanwhile."""
+    while True:
+        with open(path, "a+b", buffering=0) as file:
+            if not lock(file, patience=60):
+                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return  # else it was replaced while we waited (by `night keep`)
+
+
 def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
     header = "\t".join(COLUMNS).encode()
-    with open(path, "a+b", buffering=0) as file:
-        if not lock(file, patience=60):
-            print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+    with locked(path) as file:
         file.seek(0)
         text = file.read()
         if text and text.split(b"\n")[0].rstrip() != header:
@@ -272,6 +338,8 @@ def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
         if file.write(data) < len(data):
             file.truncate(len(text))
             raise OSError("the disk is full")
+        with suppress(KeyError, OSError):
+            Path(night_record()["row"]).write_text(line, "utf-8")
         os.fsync(file.fileno())
         return status
 
@@ -282,13 +350,19 @@ def clean(field: str) -> str:
 
 
 def night_record() -> dict:
-    return json.loads(os.environ.get("AUTORESEARCH_RUN", "{}"))
+    """What `python -m night` tells a run, a JSON object in the environment variable AUTORESEARCH_RUN; else {}.
+
+    commit, description: of its row, as they were when the run began. log: whether to log it whatever its budget.
+    score_test: whether to score the test split and log that, too. row: a file that gets a copy of its row.
+    """
+    return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 
 
 def git_head() -> tuple[str, str]:
     """Short hash and subject of HEAD in the repository that holds this file; in `night run`, as it began."""
-    if head := os.environ.get("AUTORESEARCH_HEAD"):
-        return tuple(head.split("\t", 1))
+    record = night_record()
+    if "commit" in record:
+        return record["commit"], record["description"]
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "log", "-1", "--no-show-signature", "--format=%H%x09%s"]
         out = subprocess.check_output(command, cwd=RESULTS.parent, timeout=10)
@@ -387,12 +461,6 @@ def gpu_name() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
-    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
-    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
-    return (f" as {gpu}" if gpu else "") + budget
 
 
 # ------------------------------------------------------------------------------------------------------------------ run

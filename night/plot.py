@@ -23,7 +23,8 @@ def plot(_=None) -> None:
     for place, ax in zip(places, figure.subplots(len(places), squeeze=False)[:, 0], strict=True):
         lines += draw(ax, *place, [row for row in rows if (row["gpu"], row["dataset"]) == place])
     figure.set_size_inches(9, 4.3 * len(places) + 0.16 * lines)
-    figure.savefig(harness.RESULTS.with_name("progress.png"), dpi=180)
+    figure.savefig(path := harness.RESULTS.with_name("progress.png"), dpi=180)
+    print(path)
 
 
 def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
