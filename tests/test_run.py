@@ -233,6 +233,7 @@ def test_before_the_first_step_a_run_says_what_it_trains_on_what_and_for_how_lon
 
 
 def test_a_run_ends_with_a_few_lines_that_its_model_wrote(night):
+    assert not (night[0].folder / "model.safetensors").exists(), "weights are saved when asked for"
     for run in night[1]:
         lines = run.out.partition("\nThe model writes:\n")[2].splitlines()
         assert len(run.out.splitlines()) > len(lines) > 1 and len("".join(lines)) > 150
@@ -301,12 +302,21 @@ def test_a_terminal_gets_one_live_line_and_an_error_below_it(new_clone):
 
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
     clones = [new_clone(), new_clone()]
+    start = time.perf_counter()
     runs = [clone.plain("--tokens", "8192", "--seed", "7", "--save") for clone in clones]  # each with all threads
+    both = time.perf_counter() - start
     assert runs[0].summary["val_bpb"] == runs[1].summary["val_bpb"] and runs[0].summary["num_steps"] == "2", runs
     weights = [load_file(clone.folder / "model.safetensors") for clone in clones]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     for clone, run in zip(clones, runs, strict=True):
         assert (run.code, run.err) == (0, "") and clone.left_over == {"model.safetensors"}
+    times = ("first_step_sec", "training_seconds", "eval_seconds", "total_seconds", "tokens_per_sec", "num_params_M")
+    seconds = [[float(run.summary[name]) for name in times] for run in runs]
+    assert both - 30 < sum(total for *_, total, _, _ in seconds) < both
+    for first, training, evaluation, total, rate, params in seconds:
+        assert first + training + evaluation == pytest.approx(total, abs=1) and min(first, training, evaluation) > 0
+        assert rate * training == pytest.approx(8192, rel=0.05 / training + 1e-3)
+        assert params == pytest.approx(sum(tensor.numel() for tensor in weights[0].values()) / 1e6, rel=0.01)
 
 
 # Runs that are not logged
@@ -547,10 +557,17 @@ def append_row(*args, real=harness.append_row):
 harness.append_row = append_row
 """
     if begun == "an interrupt":
-        edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)"
+        edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)\n"
+        edit += f"replace(harness.Clock, 'release', lambda real, clock: send({int(number)}) or real(clock))"
     run = clone.run(edit=edit)
     expected = (0, ["keep"]) if begun == "a good run" else (143, ["crash"])
     assert (run.code, clone.statuses) == expected, run
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_after_the_row_just_ends_the_process(clone, number):
+    run = clone.run(edit=f"replace(harness, 'print_sample', lambda *_: send({int(number)}))")
+    assert run.code == -number and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
 
 
 @pytest.mark.slow
@@ -634,9 +651,11 @@ def wait_for_data(loss):
     time.sleep(1.5)
     return loss
 at_step(5, wait_for_data)
+replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
 """
     run = clone.run(edit=edit)
     assert re.search(r"^Timeout \(0:00:01\)!\n(.*\n)*?.* in wait_for_data\n", run.err), run
+    assert run.err.count("Timeout") == 1
     assert run.code == 0 and clone.statuses == ["keep"]
 
 
