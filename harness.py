@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # torch is imported where it is used: night supervises runs without it
+import prepare
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, dataset_id, evaluate_bpb, lock, one_line
 
 RESULTS = Path(__file__).resolve().with_name("results.tsv")
@@ -558,6 +559,8 @@ class Row:
         gpu = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
         dataset = dataset_id(tokenizer.directory)
         self.fields = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset}
+        if logged and hasattr(prepare, "adopt_dataset"):
+            prepare.adopt_dataset(tokenizer.directory)
 
     def log(self, **numbers) -> str:
         """Returns the status. Afterwards a signal just ends the process."""

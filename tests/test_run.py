@@ -169,7 +169,16 @@ class Clone:
 
     @property
     def left_over(self) -> set[str]:
-        expected = {"train.py", "prepare.py", "harness.py", "kernels.py", "results.tsv", "__pycache__", ".git"}
+        expected = {
+            "train.py",
+            "prepare.py",
+            "harness.py",
+            "kernels.py",
+            "results.tsv",
+            ".dataset",
+            "__pycache__",
+            ".git",
+        }
         return {path.name for path in self.folder.iterdir()} - expected
 
 
@@ -396,6 +405,20 @@ def test_a_loop_that_ignores_the_clock_is_a_crash(clone):
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
     edit = "train.train = lambda clock, tokenizer, device, *_: (train.build_model(train.SIZES[0][1], device, None), {})"
     assert clone.run(edit=edit).code == 1 and clone.statuses == ["crash"]
+
+
+@pytest.mark.skipif(not hasattr(prepare, "adopt_dataset"), reason="prepare.py knows no dataset of a clone yet")
+def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
+    clone.cache = shutil.copytree(prepared, tmp_path / "cache")
+    own = (clone.cache / "current").read_text().strip()
+    shutil.copytree(clone.cache / own, clone.cache / "other")
+    clone.run("--seconds", "20")
+    assert not (clone.folder / ".dataset").exists(), "it was not logged"
+    clone.run()
+    (clone.cache / "current").write_text("other\n")  # by another clone
+    clone.run()
+    assert (clone.folder / ".dataset").read_text().strip() == own
+    assert len({row["dataset"] for row in clone.rows}) == 1 and clone.statuses == ["keep", "discard"]
 
 
 def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
