@@ -295,7 +295,6 @@ SECTIONS = [
         ('glob(f"{WEIGHTS.name}.part*")', 'glob(f"{WEIGHTS.name}.*")'),
         ('if not Path("/proc", left.suffix[5:]).exists():', "if False:"),
         ("if args.save:", "if True:"),
-        ("(t.half() if t.dtype == torch.float32 else t)", "t.half()"),
         ("model.eval().load_state_dict", "model.load_state_dict"),
         ('torch.compiler.set_stance("force_eager")', "torch.no_grad()"),
         ("time.perf_counter() + seconds\n", "time.perf_counter() + 2 * seconds\n"),
