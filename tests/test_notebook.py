@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from small_corpus import ROOT
+from small_corpus import ROOT, copy_files
 
 import harness
 
@@ -114,8 +114,7 @@ def test_run_all_reaches_a_summary_a_text_and_a_picture_and_keeps_all_on_drive(t
 
     clone, drive, binaries = (tmp_path / name for name in ("clone", "drive", "bin"))
     shutil.copytree(ROOT / "tests", clone / "tests")
-    for name in FILES:
-        shutil.copy(ROOT / name, clone)
+    copy_files(clone)
     drive.mkdir()
     where = dict(commit="abcdef0", gpu="cpu", dataset="embedded-0a1b2c3d", path=drive / "results.tsv")
     for val_bpb in (1.9, 1.8):  # an earlier session's
