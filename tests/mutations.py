@@ -318,7 +318,7 @@ SECTIONS = [
         ('result["tokens_M"] < 0.9 * best["tokens_M"]', "False"),
         ('("seconds", "tokens", "gpu") if getattr', '("seconds", "tokens") if getattr'),
         ("assert clock.stopped is not None", "assert True"),
-        ('print(f"{num_params(model) / 1e6:.1f} M parameters', '(f"{num_params(model) / 1e6:.1f} M parameters'),
+        ('{dtype}, {model.config}"', '{dtype}"'),
     ]),
     ("The summary's times", "harness.py", ["test_run.py", "-k", "same_seed"], [
         ('"first_step_sec": f"{total - (', '"first_step_sec": f"{total + ('),

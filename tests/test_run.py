@@ -330,11 +330,11 @@ def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
 
 # Runs that are not logged
 
-UNLOGGED = {
-    "seconds": (["--seconds", "20"], "--seconds set by hand"),
-    "the official seconds": (["--seconds", "300"], "--seconds set by hand"),
-    "tokens": (["--tokens", "1280"], "--tokens set by hand"),
-    "another GPU's size": (["--gpu", "cpu", "--seconds", "20"], "--seconds and --gpu set by hand"),
+UNLOGGED = {  # arguments, the first words, the status
+    "seconds": (["--seconds", "20"], "cpu, 20 s", "--seconds set by hand"),
+    "the official seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
+    "tokens": (["--tokens", "1280"], "cpu, 0.00128 M tokens", "--tokens set by hand"),
+    "another GPU's size": (["--gpu", "cpu", "--seconds", "20"], "cpu as cpu, 20 s", "--seconds and --gpu set by hand"),
 }
 
 
@@ -344,14 +344,17 @@ def unlogged(new_clone) -> dict[str, tuple[Clone, Run]]:
         clone = new_clone()
         return clone, clone.run(*args)
 
-    return two_at_a_time({name: lambda args=args: job(args) for name, (args, _) in UNLOGGED.items()})
+    return two_at_a_time({name: lambda args=args: job(args) for name, (args, *_) in UNLOGGED.items()})
 
 
 @pytest.mark.parametrize("name", UNLOGGED)
 def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(unlogged, name):
     clone, run = unlogged[name]
     assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
-    assert run.summary["status"] == f"not logged: {UNLOGGED[name][1]}"
+    args, first_words, reason = UNLOGGED[name]
+    assert run.summary["status"] == f"not logged: {reason}" and run.out.startswith(f"{first_words}, corpus-"), run
+    if "20" in args:
+        assert 15 < float(run.summary["training_seconds"]) < 24
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
 
 
@@ -377,6 +380,8 @@ replace(harness, "evaluate_bpb", split_of)
     run = clone.run(edit=edit)
     assert run.summary["test_bpb"] == "1.500000" and run.summary["val_bpb"] != "1.500000", run
     assert [(row["status"], row["description"]) for row in clone.rows] == [("keep", "baseline, test 1.500000")]
+    run = clone.run("--seconds", "20", edit=edit.replace('": true', '": false, "log": false'))
+    assert "test_bpb" not in run.summary and len(clone.rows) == 1, "night has asked for neither"
 
 
 def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
@@ -422,11 +427,12 @@ def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_p
 
 
 def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
-    clone.run()
-    log = clone.folder / "results.tsv"
-    log.write_text(re.sub(r"\t[\d.]+\n$", "\t5.0\n", log.read_text()))
-    run = clone.run()
-    assert f"where {clone.rows[0]['commit']}, the best so far, saw 5.0 M" in run.summary["slower"], run
+    tokens = 512 * int(clone.run().summary["num_steps"]) / 1e6
+    for share, slower in ((0.91, False), (0.89, True)):
+        saw = f"lambda real, *args: real(*args) | dict(tokens_M={tokens / share})"
+        run = clone.run(edit=f"replace(harness, 'best_result', {saw})")
+        assert ("slower" in run.summary) is slower, run
+    assert f"where {clone.rows[0]['commit']}, the best so far, saw 0.0 M" in run.summary["slower"]
 
 
 # Lost runs
