@@ -6,7 +6,7 @@ import statistics
 import harness
 from harness import Description, Label
 from night.plot import plot
-from night.rows import Kind, experiments, good, in_history
+from night.rows import experiments, good, in_history
 from night.wave import Run, start_ray, train_all
 from prepare import PrepareError
 

@@ -95,27 +95,25 @@ def print_reference(args: argparse.Namespace) -> None:
 
 
 def keep(args: argparse.Namespace) -> None:
-    """Overrules the status of a commit in its last row, and prints the commit to go back to."""
-    commit = git("rev-parse", "--verify", "--quiet", f"{args.revisions[0]}^{{commit}}").decode()[:7]
+    """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
+    commit = git("rev-parse", "--verify", f"{args.revisions[0]}^{{commit}}").decode()[:7]
     kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
     status, path = "discard" if args.discard else "keep", harness.RESULTS.resolve()
     with harness.locked(path) as log:
         log.seek(0)
         lines = log.read().split(b"\n")
-        for i in reversed(range(len(lines))):
-            row = harness.parse_row(lines[i].decode(errors="replace"))
-            if row and row["commit"] == commit and row["status"] != "crash" and kind.holds(row):
-                break
-        else:
+        rows = [harness.parse_row(line.decode(errors="replace")) for line in lines]
+        found = [i for i, row in enumerate(rows) if row and kind.holds(row) and good([row], commit)]
+        if not found:
             where = f"{kind.gpus[0]}{kind.setting}, {kind.dataset}"
-            raise PrepareError(f"{path.name} holds no result of {commit} on {where}: train it first")
-        fields = lines[i].split(b"\t")
-        fields[harness.COLUMNS.index("status")] = status.encode()
-        lines[i] = b"\t".join(fields)
+            raise PrepareError(f"{path.name} has no result of {commit} on {where}: train it first")
+        for i in found if args.discard else found[-1:]:
+            fields = lines[i].split(b"\t")
+            fields[harness.COLUMNS.index("status")] = status.encode()
+            lines[i] = b"\t".join(fields)
         with prepare.new_file(path) as file:
+            os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
             file.write(b"\n".join(lines))
-        os.chmod(path, os.fstat(log.fileno()).st_mode & 0o777)
-    now = reference(kind)
-    print(f"{status} {commit}; the next experiment starts from {now}")
-    if not in_history([row]):
-        print(f"merge {commit} first: it is on another branch, and what is there does not count")
+    print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
+    if not in_history([{"commit": commit}]):
+        print(f"{commit} is on another branch: merge it, or it does not count")

@@ -140,8 +140,8 @@ def start_ray(args: argparse.Namespace) -> Kind:
 def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> dict[Run, dict]:
     """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
 
-    base: commit and subject of the reference. Its rows are logged first, since they decide what is kept. If interrupted,
-    this ends all runs and this process.
+    base: commit and subject of the reference. Its rows are logged first: they decide what is kept. If interrupted, this
+    ends all runs and this process.
     """
     import ray
 
@@ -210,8 +210,8 @@ def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
 
 
 def dataset_file() -> dict[str, bytes]:
-    """The file that says which of a cache's datasets is the clone's."""
-    return {".dataset": f"{prepare.current_dataset().name}\n".encode()}
+    """The clone's dataset, for a checkout elsewhere."""
+    return {".dataset": prepare.current_dataset().name.encode()}
 
 
 def next_event(stream) -> str | tuple:
@@ -249,7 +249,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
 
     folder = prepare.current_dataset()
     source = folder.name.partition("@")[0]
-    known = folder.name in (*prepare.HUB, prepare.local_files("embedded")[0])  # else it is a folder of one's own
+    known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
     files = {"prepare.py": Path(prepare.__file__).read_bytes()} | dataset_file()
@@ -271,14 +271,7 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     return able
 
 
-def run_in_checkout(
-    archive: bytes,
-    files: dict[str, bytes],
-    command: list[str],
-    record: dict | None = None,
-    totals: dict[str, float] | None = None,
-    folder: str | None = None,
-) -> Iterator:
+def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, totals=None, folder=None) -> Iterator:
     """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
 
     Yields where it runs, then its rows and the end of its log. files: instead of those in the archive. record: see
