@@ -502,9 +502,9 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
-    row = Row(args, tokenizer)
+    entry = LogEntry(args, tokenizer)
     budget = budget_name(None if clock.limit else clock.seconds, clock.limit, args.gpu)
-    print(f"{gpu_name()}{budget}, {row.fields['dataset']}, seed {args.seed}", flush=True)
+    print(f"{gpu_name()}{budget}, {entry.fields['dataset']}, seed {args.seed}", flush=True)
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
@@ -515,12 +515,12 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         if night_record().get("score_test"):
             result["test_bpb"] = score(model, tokenizer, "test")
         result["memory_gb"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-        best = best_result(row.fields["gpu"], row.fields["dataset"])
+        best = best_result(entry.fields["gpu"], entry.fields["dataset"])
     except BaseException as error:
         clock.release()
-        row.log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
+        entry.log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
         raise
-    status, total, seconds = row.log(**result), process_seconds(), clock.elapsed()
+    status, total, seconds = entry.log(**result), process_seconds(), clock.elapsed()
     summary = {
         "val_bpb": f"{result['val_bpb']:.6f}",
         "training_seconds": f"{seconds:.1f}",
@@ -537,7 +537,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         **numbers,
         "seed": args.seed,
         "status": status,
-        **row.fields,
+        **entry.fields,
     }
     if "test_bpb" in result:
         summary["test_bpb"] = f"{result['test_bpb']:.6f}"
@@ -548,7 +548,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     return model
 
 
-class Row:
+class LogEntry:
     """This run's row in results.tsv. What another commit or prepare.py could change meanwhile is read at the start."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):

@@ -345,7 +345,7 @@ SECTIONS = [
         ('{130: "interrupted", 143: "killed"}', '{143: "interrupted", 130: "killed"}'),
     ]),
     ("The progress line", "harness.py", ["test_run.py", "-k", "terminal or go_lines or hangs"], [
-        ("        clock.release()\n        row.log", "        row.log"),
+        ("        clock.release()\n        entry.log", "        entry.log"),
         ("        self._line.end()\n", ""),
         ("live = sys.stdout.isatty()", "live = False"),
         ("live = sys.stdout.isatty()", "live = True"),
