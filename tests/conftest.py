@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clone(tmp_path_factory) -> Iterator[None]:
+    """This process's `.dataset` lies elsewhere: the one in the repository belongs to whoever works there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "DATASET", tmp_path_factory.mktemp("clone") / ".dataset")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_clone(clone) -> None:
+    prepare.DATASET.unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
     assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
 
 
-@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin"])
+@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin", "test_00000.bin"])
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(
     prepared, corpus, tmp_path, monkeypatch, victim, lost
@@ -65,9 +65,19 @@ def test_tokenizer_does_not_depend_on_number_of_shards_or_threads(prepared, corp
         cache = tmp_path / threads
         run = run_prepare("--data", corpus, "--num-shards", shards, cache=cache, RAYON_NUM_THREADS=threads)
         assert run.returncode == 0, run.stderr
-        (folder,) = (path for path in cache.iterdir() if path.is_dir())
-        assert (folder / "tokenizer.txt").read_bytes() == (prepared / folder.name / "tokenizer.txt").read_bytes()
+        (folder,) = cache.glob("corpus@*")
+        name = folder.name.partition("x")[0]
+        assert (folder / "tokenizer.txt").read_bytes() == (prepared / name / "tokenizer.txt").read_bytes()
         assert len(list(folder.glob("train_*.bin"))) == shards
+
+
+def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 4000)
+    monkeypatch.setattr(prepare, "TOKENIZER_DOC_CHARS", 1000)
+    documents = iter(["abc " * 250 + "xyz " * 250] * 4 + ["uvw " * 250] * 4)
+    Tokenizer.train(documents, tmp_path / "tokenizer.txt")
+    tokens = Tokenizer.from_directory(tmp_path).ranks
+    assert b" abc" in tokens and not {b"xy", b"yz", b"uv", b"vw"} & tokens.keys() and len(list(documents)) == 4
 
 
 def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monkeypatch):
@@ -75,6 +85,7 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
     assert ids[0] == ids[2] != ids[1]
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    prepare.DATASET.unlink()
     assert ids[1] == prepare.dataset_id()
 
 
@@ -83,7 +94,7 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
     documents = list(prepare.documents(tmp_path / "book.txt"))
     assert "".join(documents) == lines + "x" * 200_000 + "the end"
-    assert max(map(len, documents)) <= 2**16 and all(d.endswith("\n") for d in documents[:4]) and len(documents) < 12
+    assert max(map(len, documents)) <= 2**13 and all(d.endswith("\n") for d in documents[:30]) and len(documents) < 75
 
 
 def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path):
@@ -94,19 +105,36 @@ def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path)
 
 
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    explicit = run_prepare("--data", "climbmix", cache=tmp_path, **nowhere)
+    """The embedded corpus is for the time being: the same command gets climbmix later."""
+    nowhere, clone, cache = {"HF_ENDPOINT": "http://127.0.0.1:9"}, tmp_path / "clone", tmp_path / "cache"
+    clone.mkdir()
+    explicit = run_prepare("--data", "climbmix", cache=cache, clone=clone, **nowhere)
     assert explicit.returncode == 1 and explicit.stderr.count("\n") == 1, explicit.stderr
     assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr
-    assert tree(tmp_path) == {"lock": b""}
-    default = run_prepare(cache=tmp_path, **nowhere)
+    assert tree(cache) == {"lock": b""}
+    default = run_prepare(cache=cache, clone=clone, **nowhere)
     assert default.returncode == 0, default.stderr
     assert "NO NETWORK" in default.stdout and "ready: embedded-" in default.stdout
     assert "cannot reach http://127.0.0.1:9 (" in default.stdout
-    folder = tmp_path / (tmp_path / "current").read_text().strip()
+    folder = cache / (cache / "current").read_text().strip()
     tokenizer = Tokenizer.from_directory(folder)
     assert tokenizer.get_vocab_size() == prepare.VOCAB_SIZE
     assert len(prepare.TokenStream(tokenizer, "val")) > 100_000
+    assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset
+    (clone / ".dataset").write_text("climbmix@12345678x1")  # it has a dataset: another one is no replacement
+    assert run_prepare(cache=cache, clone=clone, **nowhere).returncode == 1
+
+
+def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
+    """Message and end of the process, though the resolver takes half a minute."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(30)"
+    )
+    start = time.perf_counter()
+    run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
+    assert run.returncode == 1 and "cannot reach https://huggingface.co (TimeoutError)" in run.stderr, run
+    seconds = time.perf_counter() - start
+    assert seconds < 10 or (os.getloadavg()[0] > os.cpu_count() and seconds < 25), f"{seconds:.1f} s"
 
 
 # Tokenizer and token shards
@@ -379,6 +407,28 @@ def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, 
     assert math.isfinite(evaluate_bpb(model, tokenizer, 4, 64))
     model.where = tokenizer.encode(texts(6542)[0])[0]
     assert math.isnan(evaluate_bpb(model, tokenizer, 4, 64))
+
+
+def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(tokenizer, device, monkeypatch):
+    """A loss term or a layer of training alone stays out of val_bpb, also where the evaluation fails."""
+
+    class Noisy(Uniform):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.noise, self.frozen = torch.nn.Dropout(0.9), torch.nn.Dropout(0.9).eval()
+
+        def forward(self, x, y, reduction):
+            assert not any(module.training for module in self.modules())
+            return self.frozen(self.noise(super().forward(x, y, reduction))) + 1e9 * self.training
+
+    model = Noisy(tokenizer.get_vocab_size(), device)
+    plain = evaluate_bpb(Uniform(tokenizer.get_vocab_size(), device), tokenizer, 4, 64)
+    assert evaluate_bpb(model, tokenizer, 4, 64) == plain
+    assert [module.training for module in model.modules()] == [True, True, False]
+    monkeypatch.setattr(Uniform, "forward", None)
+    with pytest.raises(TypeError):
+        evaluate_bpb(model, tokenizer, 4, 64)
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, device, capsys):
