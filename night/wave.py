@@ -232,9 +232,7 @@ def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: bytes, tail: list
     _, _, test_bpb, reason = Description.parse(row)
     gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
     same = [row for row in good(kind.rows(), base[0]) if name_of(row) == run_of(*base, run.seed)[:2]]
-    scores = [
-        row["val_bpb"] for row in same if row["gpu"] == gpu
-    ]  # of the reference with that seed, the last one counts
+    scores = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
     to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *scores][-1]
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
     own |= dict(commit=run.commit, description=run.description, gpu=gpu, to_beat=to_beat)
