@@ -65,26 +65,26 @@ def table(rows: dict[Run, dict], base: str) -> str:
     groups = defaultdict(dict)
     for run, row in rows.items():
         groups[row["gpu"], run.commit][run.seed] = row
-    scores = {
-        group: {seed: row["val_bpb"] for seed, row in runs.items() if row["status"] != "crash"}
-        for group, runs in groups.items()
-    }
     lines = []
     for (gpu, commit), runs in groups.items():
-        own, other = scores[gpu, commit], scores.get((gpu, base), {})
+        own, other = (scores(groups.get((gpu, each), {})) for each in (commit, base))
         change = with_error("+.6f", [own[seed] - other[seed] for seed in own if seed in other])
+        bpb = with_error(".6f", [*own.values()]) or "0.000000"
         status = "+".join(sorted({row["status"] for row in runs.values()}))
         tokens = max(row["tokens_M"] for row in runs.values())
         *_, row = runs.values()
         text = row["description"] if len(runs) == 1 else f"{Description.parse(row).subject}, {len(own)} seeds"
-        line = (
-            f"{with_error('.6f', [*own.values()]) or '0.000000':18}  {'reference' if commit == base else change:19}  "
-        )
-        lines.append((gpu, not own, f"{line}{tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"))
+        line = f"{bpb:18}  {'reference' if commit == base else change:19}  {tokens:8.1f}  {status:7}  {commit}"
+        lines.append((gpu, not own, f"{line}  {text}, {gpu}"))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
     if len({gpu for gpu, _ in groups}) > 1:
         head = f"UNLIKE GPUS: a row compares with those of its own GPU only\n{head}"
     return "\n".join([head, *(line for *_, line in sorted(lines))])
+
+
+def scores(runs: dict[int | None, dict]) -> dict[int | None, float]:
+    """val_bpb by seed, without crashes."""
+    return {seed: row["val_bpb"] for seed, row in runs.items() if row["status"] != "crash"}
 
 
 def with_error(form: str, values: list[float]) -> str:

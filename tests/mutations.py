@@ -590,7 +590,7 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or quota or whichever or crash_of or taskset"], [
         ('other[seed] for seed in own if seed in other', 'min(other.values()) for seed in own if seed in other'),
-        ('scores.get((gpu, base), {})', 'next((s for g, s in scores.items() if g[1] == base), {})'),
+        ('groups.get((gpu, each), {})', 'next((s for g, s in groups.items() if g[1] == each), {})'),
         ('if row["status"] != "crash"}', "}"),
         ("if len({gpu for gpu, _ in groups}) > 1:", "if len(groups) > 9:"),
         ("if len(values) > 1 else", "if len(values) > 2 else"),
