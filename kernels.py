@@ -106,8 +106,8 @@ def _cross_entropy_kernel(
 
 
 def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
-    """Writes losses (R,), lse (R,) and grads (R, V), the gradient of sum(row_scale * losses + lse_scale * lse), of
-    logits (R, V), unless they are None. grads may be the logits."""
+    """From logits (R, V): losses (R,), lse (R,) unless None, and grads (R, V) unless None, the gradient of
+    sum(row_scale * losses + lse_scale * lse). grads may be the logits."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, 32 columns per thread
     if v > 16384:  # the loops need more registers, and unaligned loads even more: a larger block would spill
@@ -171,10 +171,9 @@ def _scaled(grad, factor):
 
 def _split_scale(scale, dtype):
     """Split the weight () so that fp16 does not underflow: early, for the row kernel, and late, for `_scaled`."""
-    one = torch.ones_like(scale)
-    if dtype != torch.float16:
-        return scale, one
-    return one, scale.nan_to_num(posinf=1.0)  # 1/n of no targets is inf, yet their gradients are 0
+    if dtype == torch.float16:
+        return torch.ones_like(scale), scale.nan_to_num(posinf=1.0)  # 1/n of no targets is inf, yet gradients are 0
+    return scale, torch.ones_like(scale)
 
 
 def _chunk_rows(n, v, itemsize, device):
@@ -602,9 +601,9 @@ def row_adam_(
 ) -> None:  # fmt: skip
     """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
 
-    grads (N, C), times loss_scale, belong to rows ids (N,). Those of one row are summed up first, in fp32. exp_avg_sq
-    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays; all
-    do if found_inf is not 0."""
+    grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
+    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays, and
+    all rows do if found_inf is not 0."""
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
 
@@ -629,7 +628,7 @@ def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tens
     rows = bounds.diff()
     own_blocks = rows // block_size + 1
     first = own_blocks.cumsum(0) - own_blocks
-    place = torch.arange(n, device=device) + (first * block_size - bounds[:-1])[ranked]  # of the sorted rows
+    place = torch.arange(n, device=device) + (first * block_size - bounds[:-1])[ranked]  # of each sorted row
     row_at = order.new_full((blocks * block_size,), n).scatter_(0, place, order)
     block = torch.arange(blocks, device=device)[:, None]
     owner = (first <= block) & (block < first + own_blocks)
