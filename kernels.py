@@ -602,7 +602,7 @@ def row_adam_(
     """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
 
     grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
-    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays, and
+    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays;
     all rows do if found_inf is not 0."""
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
