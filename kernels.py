@@ -33,15 +33,15 @@ jit = triton.jit if triton else lambda function: function
 #     z <- g (1 - (s / c)^2)                the gradient with respect to z, in place
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
-# The middle five lines are one Triton launch that keeps each row in registers. With a softcap |s| < c, so exp(s) cannot
-# overflow, and no pass for the maximum is needed. The forward of a mean or a sum computes the gradients, too; the
-# backward multiplies them by the incoming scalar. The GEMMs run in x's dtype, all else in fp32. fp16 cannot hold g / n:
-# z holds 2^15 g there, and 1/n is multiplied in at the end. No tl.dot, as on sm_75 it compiles to scalar FMA.
+# The middle five lines are one Triton launch that keeps each row in registers (the GEMMs are not Triton's: tl.dot on
+# sm_75 is scalar FMA). With a softcap exp(s) cannot overflow, and no pass looks for the maximum. The forward of a mean
+# or a sum computes the gradients, too; the backward multiplies them by a scalar. The GEMMs run in x's dtype, the rest in
+# fp32. fp16 cannot hold g / n: z holds 2^15 g there, and 1/n is multiplied in at the end.
 
 
 @jit
 def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The long constants are 1 / ln 2 and 2 / ln 2: the hardware has exp2.
+    """exp(s - shift), s - shift and ds/dz. The long constants are 2 / ln 2 and 1 / ln 2: the hardware has exp2.
     TANH_UNIT: one instruction, relative error 5e-4 (bf16 logits: 4e-3). Otherwise two, absolute error 1e-7."""
     if cap is not None:  # then shift is 0
         if TANH_UNIT:
@@ -195,7 +195,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw sums up chunks in fp32; in bf16 if the weight is and that rounds at most twice."""
+    """Empty losses, lse, dx, dw. dw sums up chunks in fp32, for a bf16 weight in bf16 if that rounds at most twice."""
     few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
     dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
     lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)
@@ -208,8 +208,8 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor | None, softcap: float | None,
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses (N,), lse (N,) unless a gradient is needed, and dx (N, D) and dw (V, D) of
-    sum(row_scale * losses + lse_scale * lse), where row_scale is () or (N,)."""
+    """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
+    sum(row_scale * losses + lse_scale * lse). row_scale: () or (N,)."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
@@ -237,8 +237,8 @@ def _(x, weight, targets, row_scale, lse_scale, softcap, ignore_index, need_dx, 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """If reduce, row_scale times the sum of the losses; the forward computes its gradients. Otherwise losses and lse,
-    whose weights are known in the backward only: it computes the logits again."""
+    """If reduce, row_scale times the sum of the losses, with gradients from the forward. Else losses and lse, whose
+    weights come with the backward: it computes the logits again."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
@@ -299,11 +299,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _flatten(x, targets, softcap, ignore_index, reduction):
-    """Checks the arguments; returns x (N, ...), targets (N,), a loss's weight (), softcap, ignore_index, reduce."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= (softcap or 0) <= 50:
-        raise ValueError(f"softcap must be in (0, 50], where exp(softcap) is far from overflow, or None, not {softcap}")
+        raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
@@ -317,9 +316,9 @@ def fused_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softcap(x @ weight.T): x (..., D), weight (V, D), targets (...) -> fp32 () or, for 'none', (N,).
 
-    The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN. return_lse
-    -> (loss, lse), lse (N,) being the log-sum-exp of each row's softcapped logits in fp32, ignored targets or not. So a
-    z-loss is `loss + 1e-4 * lse.square().mean()`. Differentiating lse or 'none' costs a fourth GEMM."""
+    The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
+    return_lse: (loss, lse), with the fp32 log-sum-exp (N,) of each row's softcapped logits, ignored target or not. So
+    `loss + 1e-4 * lse.square().mean()` has a z-loss. Differentiating lse or 'none' costs a fourth GEMM."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
@@ -346,9 +345,9 @@ def fused_cross_entropy(
 
 
 # ---- 4-bit linear
-# W is stored as in bitsandbytes: every `block_size` weights of a row share absmax = max |w| in fp32, each weight is the
-# index of the code nearest to w / absmax, and each byte holds two indices, the first in its high half. nf4's codes are
-# 16 quantiles of N(0, 1), https://arxiv.org/abs/2305.14314; fp4's: sign, two exponent bits, one mantissa bit.
+# W is stored as in bitsandbytes: `block_size` weights of a row share absmax = max |w|, each weight is the index of the
+# code nearest to w / absmax, and each byte holds two, the first in its high half. nf4: 16 quantiles of N(0, 1),
+# https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
 #
 # y = x W^T and dx = dy W both dequantize W. If the graph showed this, torch.compile would merge the two equal nodes and
 # save W for the backward, even under no_grad. So the op contains the GEMM.
@@ -379,7 +378,7 @@ def quantize_4bit(
     w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    The check waits for the GPU. Without it, a NaN or inf in w makes the absmax of its block NaN or inf."""
+    The check waits for the GPU. Without it, a block with a NaN or inf has such an absmax."""
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
@@ -393,11 +392,11 @@ def quantize_4bit(
 
 @jit
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words, BLOCK apart, to 8 weights each; GROUP words share an absmax. Looking codes up in
-    shared memory takes 2.4 times fewer instructions than selects. Offsets are int32: bitsandbytes stops at 2^31."""
+    """Each thread unpacks four words to 8 weights each; GROUP words share an absmax. Codes come from shared memory: a
+    tree of selects takes 2.4 times the instructions. Offsets are int32: bitsandbytes stops at 2^31."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     packed, absmax = (), ()
-    for part in tl.static_range(4):  # all loads first: none would be moved before a store, which might alias it
+    for part in tl.static_range(4):  # all loads first: they cannot move before a store
         word = first + part * BLOCK
         packed += (tl.load(packed_ptr + word, word < n_words),)
         absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
@@ -468,7 +467,7 @@ torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1]
 
 
 def _fastest(x):
-    """The op while torch.compile is tracing; in eager mode the dispatcher would only take host time."""
+    """The op for torch.compile; in eager mode the dispatcher would only take host time."""
     return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
@@ -548,7 +547,7 @@ class Linear4bit(nn.Module):
 def _row_adam_kernel(
     table, exp_avg_sq, ids, order, grads, lr, beta2, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per sorted id. The first one of each row sums up its gradients, four at a time, and updates it."""
+    """One program per sorted id. The first of each row sums up its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
     row = tl.load(ids + place)
     if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
@@ -576,8 +575,7 @@ def _row_adam_kernel(
 
 def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
     ids, order = ids.sort(stable=True)  # so that equal gradients give equal sums
-    n, c = grads.shape
-    block = triton.next_power_of_2(c)
+    (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
     _row_adam_kernel[(n,)](table, exp_avg_sq, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
 
@@ -612,11 +610,11 @@ def row_adam_(
 
 
 def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give each row a place so that every block of successive places holds rows of one group. A batched GEMM over the
-    blocks then multiplies each group by its own matrix, in shapes that do not depend on the data.
+    """Places for rows so that each block of successive places holds rows of one group: one batched GEMM over the blocks
+    then multiplies each group by its own matrix, in shapes that do not depend on the data.
 
     group (N,), int64, of at most 256 groups. Returns the place of each row (N,); the row at each place (P,), N if none,
-    where P is about 9/8 N; the group of each block, one-hot (blocks, groups); the rows per group (groups,)."""
+    P being about 9/8 N; the group of each block, one-hot (blocks, groups); the rows per group (groups,)."""
     if groups > 256:
         raise ValueError(f"at most 256 groups, not {groups}")
     n, device = len(group), group.device

@@ -289,13 +289,6 @@ def test_fp16_keeps_the_gradients_of_rare_classes(device):
     assert error(dw[4], in_float64(x, weight, targets)[2][4]) < 2e-3
 
 
-def test_none_reduction_keeps_small_fp16_gradients(device):
-    x, weight, targets = example(512, 32, 1000, torch.float16, device)
-    options = {"reduction": "none", "factor": 2.0**-20}
-    _, _, dw = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
-    assert error(dw, in_float64(x, weight, targets, **options)[2]) < 2e-3
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("only", ["x", "weight"])
 def test_gradient_for_one_input_only(only, reduction, device):
@@ -309,20 +302,13 @@ def test_gradient_for_one_input_only(only, reduction, device):
     torch.testing.assert_close(got, expected)
 
 
-def test_the_weight_gradient_has_the_weight_s_dtype(device):
-    x, weight, targets = example(300, 32, 100, torch.bfloat16, device)
-    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
-    _, _, dw_fp32 = gradients(fused_linear_cross_entropy, x, weight, targets)
-    assert dx.dtype == dw.dtype == torch.bfloat16
-    torch.testing.assert_close(dw, dw_fp32.bfloat16())
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_the_gradient_of_a_bf16_weight_is_rounded_twice_at_most(chunks, device, monkeypatch):
     x, weight, targets = example(384, 32, 100, torch.bfloat16, device)
     monkeypatch.setattr(kernels, "_chunk_rows", lambda *_: 384 // chunks)
     _, _, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
     _, _, exact = gradients(fused_linear_cross_entropy, x, weight, targets)
+    assert dw.dtype == torch.bfloat16 and exact.dtype == torch.float32
     assert error(dw, exact.double()) < 1.5 * error(exact.bfloat16(), exact.double())
 
 
