@@ -35,8 +35,8 @@ jit = triton.jit if triton else lambda function: function
 #
 # The middle five lines are one Triton launch that keeps each row in registers (the GEMMs are not Triton's: tl.dot on
 # sm_75 is scalar FMA). With a softcap exp(s) cannot overflow, and no pass looks for the maximum. The forward of a mean
-# or a sum computes the gradients, too; the backward multiplies them by a scalar. The GEMMs run in x's dtype, the rest in
-# fp32. fp16 cannot hold g / n: z holds 2^15 g there, and 1/n is multiplied in at the end.
+# or a sum computes the gradients, too; the backward multiplies them by a scalar. The GEMMs run in x's dtype, the rest
+# in fp32. fp16 cannot hold g / n: z holds 2^15 g there, and 1/n is multiplied in at the end.
 
 
 @jit
@@ -245,7 +245,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         early, late = _split_scale(row_scale, x.dtype)
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
         losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
-        ctx.options, ctx.weight_dtype = (softcap, ignore_index), weight.dtype
+        ctx.options = softcap, ignore_index
         ctx.save_for_backward(*((dx, dw, late) if reduce else (x, weight, targets)))
         return losses.sum() * row_scale if reduce else (losses, lse)
 
@@ -264,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scales = row_scale / late, lse_scale / late
             _, _, dx, dw = _linear_cross_entropy(x, weight, targets, *scales, *ctx.options, need_dx, need_dw)
         dx = _scaled(dx, late) if need_dx else None
-        dw = _scaled(dw, late).to(ctx.weight_dtype) if need_dw else None
+        dw = _scaled(dw, late) if need_dw else None
         return dx, dw, None, None, None, None, None
 
 

@@ -280,7 +280,6 @@ SECTIONS = [
         (".amax().nan_to_num(1.0, 1.0)", ".amin().nan_to_num(1.0, 1.0)"),
         ("largest.clamp(torch.finfo(torch.float32).tiny)", "largest"),
         ("row_scale / late, lse_scale / late", "row_scale / late, lse_scale"),
-        ("_scaled(dw, late).to(ctx.weight_dtype)", "_scaled(dw, late)"),
         ("grads = logits if inplace else logits.new_empty(logits.shape)", "grads = logits"),
         ("grads = logits if inplace else logits.new_empty(logits.shape)", "grads = logits.new_empty(logits.shape)"),
         ("_scaled(grads, grad_loss * late)", "_scaled(grads, grad_loss)"),
