@@ -485,7 +485,7 @@ class _Linear4bit(torch.autograd.Function):  # `weight` is an input only to rece
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
         dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
         dy = dy.reshape(-1, dy.shape[-1])
-        dw = (dy.T @ x.reshape(-1, x.shape[-1])).float() if need_dw else None  # as if quantizing were the identity
+        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # as if quantizing were the identity
         db = dy.sum(0, dtype=torch.float32) if need_db else None
         return dx, None, None, dw, db, None, None
 

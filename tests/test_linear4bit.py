@@ -97,8 +97,8 @@ def test_output_and_gradients_are_those_of_f_linear_on_the_dequantized_weight(ki
     exact_inputs = [t.detach().to(dtype).double().requires_grad_() for t in exact_inputs]
     exact_y = F.linear(*exact_inputs)
     exact_results = [exact_y, *torch.autograd.grad(exact_y, exact_inputs, dy.double())]
-    for result, exact in zip(results, exact_results, strict=True):
-        assert_rounded(result, exact, dtype, K)
+    for result, exact, rounded in zip(results, exact_results, [dtype, dtype, dtype, torch.float32], strict=False):
+        assert_rounded(result, exact, rounded, K)  # the bias's gradient is summed up in fp32
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -339,7 +339,7 @@ def test_nan_and_inf_are_refused_by_quantize_and_surface_from_requantize(bad, de
         (ValueError, "bfloat16", lambda d: make_layer(d).bfloat16()(torch.randn(4, K, device=d))),  # rounds absmax
         (ValueError, "not .*4096", lambda d: dequantize_4bit(*quantize_4bit(torch.ones(64, 64)), (64, 128), FLOATS[0])),
         (ValueError, "on meta", lambda d: make_layer(d)(torch.randn(4, K, device="meta"))),
-        (ValueError, f"{K + 1}", lambda d: make_layer(d)(torch.randn(4, K + 1, device=d))),
+        (ValueError, f"need .*{K}.*64", lambda d: make_layer(d)(torch.randn(4, 64, device=d))),  # which divides K * N
     ],
 )
 def test_what_cannot_work_is_refused_with_its_values(error, match, call, device):
