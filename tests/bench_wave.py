@@ -24,7 +24,7 @@ import harness
 def timed(clone: Path, *command: str) -> tuple[float, list[dict]]:
     """Seconds, and the rows that it has left."""
     before, start = len(harness.read_results(clone / "results.tsv")), time.perf_counter()
-    env = os.environ | {"AUTORESEARCH_SCREENING": "1"}  # or a short run by itself would leave none
+    env = os.environ | {"AUTORESEARCH_RUN": '{"log": true}'}  # or a short run by itself would leave none
     subprocess.run([sys.executable, "-m", "night", *command], cwd=clone, env=env, check=True)
     return time.perf_counter() - start, harness.read_results(clone / "results.tsv")[before:]
 

@@ -1,6 +1,8 @@
 """Without a CUDA device Triton's interpreter runs the kernels, so the same tests run everywhere. And a small corpus."""
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clone(tmp_path_factory) -> Iterator[None]:
+    """This process's `.dataset` lies elsewhere: the one in the repository belongs to whoever works there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "DATASET", tmp_path_factory.mktemp("clone") / ".dataset")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_clone(clone) -> None:
+    prepare.DATASET.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -60,3 +75,14 @@ def tokenizer(prepared, monkeypatch) -> prepare.Tokenizer:
     """Its tokenizer; the cache is the current one."""
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     return prepare.Tokenizer.from_directory()
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A file system of one MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield mount
+    subprocess.run(["umount", mount], check=True)

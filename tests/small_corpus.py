@@ -1,8 +1,10 @@
 """A corpus of a few hundred documents in climbmix's layout, and what the tests do with folders and the command line."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,10 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run_prepare(*args, cache: Path | str, **env: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "prepare.py", *map(str, args)]
-    env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+def run_prepare(*args, cache: Path | str, clone: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """The command line, in a fresh clone unless one is given."""
+    with tempfile.TemporaryDirectory() as fresh:
+        script = shutil.copy(ROOT / "prepare.py", clone or fresh)
+        env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
+        command = [sys.executable, "-B", script, *map(str, args)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

@@ -1,6 +1,5 @@
-"""prepare.py: set-up, tokenizer, token shards, loader, metric, clock and log do what train.py counts on."""
+"""prepare.py: set-up, tokenizer, token shards, loader and metric do what train.py counts on."""
 
-import csv
 import itertools
 import math
 import os
@@ -8,9 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
 
-import harness
 import prepare
-from harness import Clock
-from prepare import EVAL_TOKENS, PrepareError, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
@@ -48,7 +43,7 @@ def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
     assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
 
 
-@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin"])
+@pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin", "test_00000.bin"])
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(
     prepared, corpus, tmp_path, monkeypatch, victim, lost
@@ -70,9 +65,19 @@ def test_tokenizer_does_not_depend_on_number_of_shards_or_threads(prepared, corp
         cache = tmp_path / threads
         run = run_prepare("--data", corpus, "--num-shards", shards, cache=cache, RAYON_NUM_THREADS=threads)
         assert run.returncode == 0, run.stderr
-        (folder,) = (path for path in cache.iterdir() if path.is_dir())
-        assert (folder / "tokenizer.txt").read_bytes() == (prepared / folder.name / "tokenizer.txt").read_bytes()
+        (folder,) = cache.glob("corpus@*")
+        name = folder.name.partition("x")[0]
+        assert (folder / "tokenizer.txt").read_bytes() == (prepared / name / "tokenizer.txt").read_bytes()
         assert len(list(folder.glob("train_*.bin"))) == shards
+
+
+def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 4000)
+    monkeypatch.setattr(prepare, "TOKENIZER_DOC_CHARS", 1000)
+    documents = iter(["abc " * 250 + "xyz " * 250] * 4 + ["uvw " * 250] * 4)
+    Tokenizer.train(documents, tmp_path / "tokenizer.txt")
+    tokens = Tokenizer.from_directory(tmp_path).ranks
+    assert b" abc" in tokens and not {b"xy", b"yz", b"uv", b"vw"} & tokens.keys() and len(list(documents)) == 4
 
 
 def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monkeypatch):
@@ -80,6 +85,7 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
     assert ids[0] == ids[2] != ids[1]
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    prepare.DATASET.unlink()
     assert ids[1] == prepare.dataset_id()
 
 
@@ -88,7 +94,7 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
     documents = list(prepare.documents(tmp_path / "book.txt"))
     assert "".join(documents) == lines + "x" * 200_000 + "the end"
-    assert max(map(len, documents)) <= 2**16 and all(d.endswith("\n") for d in documents[:4]) and len(documents) < 12
+    assert max(map(len, documents)) <= 2**13 and all(d.endswith("\n") for d in documents[:30]) and len(documents) < 75
 
 
 def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path):
@@ -99,19 +105,36 @@ def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path)
 
 
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    explicit = run_prepare("--data", "climbmix", cache=tmp_path, **nowhere)
+    """The embedded corpus is for the time being: the same command gets climbmix later."""
+    nowhere, clone, cache = {"HF_ENDPOINT": "http://127.0.0.1:9"}, tmp_path / "clone", tmp_path / "cache"
+    clone.mkdir()
+    explicit = run_prepare("--data", "climbmix", cache=cache, clone=clone, **nowhere)
     assert explicit.returncode == 1 and explicit.stderr.count("\n") == 1, explicit.stderr
     assert "127.0.0.1:9" in explicit.stderr and "--data DIR" in explicit.stderr
-    assert tree(tmp_path) == {"lock": b""}
-    default = run_prepare(cache=tmp_path, **nowhere)
+    assert tree(cache) == {"lock": b""}
+    default = run_prepare(cache=cache, clone=clone, **nowhere)
     assert default.returncode == 0, default.stderr
     assert "NO NETWORK" in default.stdout and "ready: embedded-" in default.stdout
     assert "cannot reach http://127.0.0.1:9 (" in default.stdout
-    folder = tmp_path / (tmp_path / "current").read_text().strip()
+    folder = cache / (cache / "current").read_text().strip()
     tokenizer = Tokenizer.from_directory(folder)
     assert tokenizer.get_vocab_size() == prepare.VOCAB_SIZE
     assert len(prepare.TokenStream(tokenizer, "val")) > 100_000
+    assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset
+    (clone / ".dataset").write_text("climbmix@12345678x1")  # it has a dataset: another one is no replacement
+    assert run_prepare(cache=cache, clone=clone, **nowhere).returncode == 1
+
+
+def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
+    """Message and end of the process, though the resolver takes half a minute."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(30)"
+    )
+    start = time.perf_counter()
+    run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
+    assert run.returncode == 1 and "cannot reach https://huggingface.co (TimeoutError)" in run.stderr, run
+    seconds = time.perf_counter() - start
+    assert seconds < 10 or (os.getloadavg()[0] > os.cpu_count() and seconds < 25), f"{seconds:.1f} s"
 
 
 # Tokenizer and token shards
@@ -386,6 +409,28 @@ def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, 
     assert math.isnan(evaluate_bpb(model, tokenizer, 4, 64))
 
 
+def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(tokenizer, device, monkeypatch):
+    """A loss term or a layer of training alone stays out of val_bpb, also where the evaluation fails."""
+
+    class Noisy(Uniform):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.noise, self.frozen = torch.nn.Dropout(0.9), torch.nn.Dropout(0.9).eval()
+
+        def forward(self, x, y, reduction):
+            assert not any(module.training for module in self.modules())
+            return self.frozen(self.noise(super().forward(x, y, reduction))) + 1e9 * self.training
+
+    model = Noisy(tokenizer.get_vocab_size(), device)
+    plain = evaluate_bpb(Uniform(tokenizer.get_vocab_size(), device), tokenizer, 4, 64)
+    assert evaluate_bpb(model, tokenizer, 4, 64) == plain
+    assert [module.training for module in model.modules()] == [True, True, False]
+    monkeypatch.setattr(Uniform, "forward", None)
+    with pytest.raises(TypeError):
+        evaluate_bpb(model, tokenizer, 4, 64)
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
 def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, device, capsys):
     """Its lines at 228791f that touch prepare, and a model of its interface."""
     from prepare import MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
@@ -396,212 +441,3 @@ def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, d
     x, y, epoch = next(train_loader)
     assert x.shape == y.shape == (2, 2048) and x.device.type == device.type and epoch == 1 and TIME_BUDGET == 300
     assert evaluate_bpb(model, tokenizer, 2) == pytest.approx(evaluate_bpb(model, tokenizer, 3, 64), rel=1e-9)
-
-
-# Clock
-
-
-@pytest.fixture
-def now(monkeypatch) -> list[float]:
-    """The time, settable."""
-    now = [1000.0]
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    return now
-
-
-LOSS = torch.tensor(2.0)
-
-
-def test_clock_runs_from_start_to_stop(now):
-    clock = Clock()
-    assert clock.elapsed() == clock.progress() == 0
-    clock.start()
-    now[0] += 75
-    clock.advance(4096, LOSS, 1)
-    assert clock.elapsed() == 75 and clock.progress() == 0.25 and (clock.tokens, clock.steps) == (4096, 1)
-    assert clock.tokens_left() == 3 * 4096
-    now[0] += 227
-    assert clock.stop() == 302 and clock.progress() == 1.0
-    now[0] += 100
-    assert clock.stop() == clock.elapsed() == 302
-
-
-def test_clock_counts_tokens_where_they_are_limited(now):
-    clock = Clock(tokens=1000)
-    clock.start()
-    now[0] += 1e6
-    clock.advance(250, LOSS, 1)
-    assert clock.progress() == 0.25 and clock.tokens_left() == 750 and clock.running()
-    clock.advance(750, LOSS, 1)
-    assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
-
-
-def test_the_pace_is_not_known_in_the_first_twentieth_of_the_budget(now):
-    clock = Clock()
-    clock.start()
-    now[0] += 14
-    clock.advance(100, LOSS, 1)
-    assert clock.tokens_left() == math.inf
-    now[0] += 16
-    assert clock.tokens_left() == pytest.approx(900)
-
-
-@pytest.mark.parametrize(
-    ("steps", "elapsed", "running"),
-    [
-        (0, 0, True),
-        (100, 299.9, True),  # the next would end at 302.9
-        (10, 270, True),  # at 297
-        (10, 278, False),  # at 305.8
-        (1000, 300, False),
-        (2, 298, False),
-    ],
-)
-def test_no_step_begins_that_would_end_more_than_three_seconds_over_the_budget(now, steps, elapsed, running):
-    clock = Clock()
-    clock.start()
-    now[0] += elapsed
-    clock.steps = steps
-    assert clock.running() is running
-
-
-def test_a_step_that_begins_after_the_budget_is_refused(now):
-    clock = Clock()
-    clock.start()
-    now[0] += 299
-    clock.advance(1, LOSS, 1)
-    now[0] += 60
-    clock.advance(1, LOSS, 1)  # it began in time
-    with pytest.raises(RuntimeError, match="359 s into a budget of 300 s"):
-        clock.advance(1, LOSS, 1)
-
-
-@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (math.inf, "loss inf"), (1234.5, "loss 1234")])
-def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(now, loss, reason):
-    bad = torch.tensor(loss)
-    for steps in (1, 2):
-        clock = Clock(tokens=10)
-        clock.start()
-        clock.advance(1, bad, 1)
-        with pytest.raises(FloatingPointError, match=rf"^{reason}\S* at step 1$"):
-            clock.advance(1, LOSS, 1) if steps == 2 else clock.stop()
-        clock.release()
-
-
-@pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"tokens": 0}])
-def test_an_empty_budget_is_refused(budget):
-    with pytest.raises(PrepareError, match="more than 0"):
-        Clock(**budget)
-
-
-# Log
-
-
-@pytest.fixture
-def log(tmp_path):
-    def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="climbmix-1", **fields) -> str:
-        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
-        return harness.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
-
-    log.path = tmp_path / "results.tsv"
-    return log
-
-
-def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
-    assert log(1.5) == "keep"
-    assert log(1.5) == "discard"  # a tie is no gain
-    assert log(1.6) == "discard"
-    assert log(1.4) == "keep"
-    assert log(0.0, reason="out of memory") == "crash"
-    assert log(math.nan) == "crash"
-    assert log(1.3999999) == "discard"  # the same as written
-    assert log(1.9, gpu="H100") == "keep"
-    assert log(1.8, dataset="embedded-1") == "keep"
-    assert log(1.39) == "keep"
-    header, *rows = log.path.read_text().splitlines()
-    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M"
-    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1\t39.3"
-    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\tclimbmix-1\t0.0"
-    assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\tclimbmix-1\t0.0"
-    assert [row["status"] for row in harness.read_results(log.path)].count("keep") == 5
-
-
-def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
-    assert harness.best_result("T4", "climbmix-1", log.path) is None
-    log(1.5, description="first")
-    log(1.3, gpu="H100")
-    log(0.0, reason="killed")
-    log(1.4, description="second")
-    assert harness.best_result("T4", "climbmix-1", log.path)["description"] == "second"
-
-
-def test_a_kept_row_that_was_edited_to_discard_still_is_a_figure_to_beat(log):
-    log(1.2)
-    log.path.write_text(log.path.read_text().replace("keep", "discard"))
-    assert log(1.3) == "discard" and log(1.1) == "keep"
-
-
-@pytest.mark.parametrize(
-    "subject",
-    ['tab\there "quoted', '"', "line\nbreak\r\n", "nul\0 \x1b[31mred", "é 你好 🙂", "\u2028\x85\ud800", "", "#1"],
-)
-def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
-    log(1.5, description=subject, gpu=subject)
-    log(1.4)
-    text = log.path.read_bytes().decode()
-    assert len(text.splitlines()) == 3 and text.endswith("\n")
-    rows = list(csv.DictReader(text.splitlines(), delimiter="\t"))  # quotes as pandas treats them
-    assert [row["val_bpb"] for row in rows] == ["1.500000", "1.400000"]
-    assert all(None not in row and None not in row.values() for row in rows)
-    assert len(harness.read_results(log.path)) == 2
-
-
-def test_commit_and_description_come_from_git(tmp_path, monkeypatch):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", 'wider "MLP"\tagain'], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
-    (row,) = harness.read_results()
-    assert row["commit"] == head[:7] and row["description"] == "wider 'MLP' again"
-
-
-def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    for path in (str(tmp_path), os.environ["PATH"]):  # no git at all; git, but no repository
-        monkeypatch.setenv("PATH", path)
-        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
-    assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
-
-
-def test_status_is_decided_by_one_at_a_time(tmp_path):
-    deciding = []
-
-    def row() -> tuple[str, str]:
-        deciding.append(1)
-        time.sleep(0.01)
-        alone = len(deciding) == 1
-        deciding.pop()
-        return "keep", str(alone)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: harness.append_row(tmp_path / "results.tsv", row), range(12)))
-    assert (tmp_path / "results.tsv").read_text().splitlines()[1:] == ["True"] * 12
-
-
-def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
-    code = (
-        "import sys, harness\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
-    )
-    code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path / "results.tsv")]
-    writers = [subprocess.Popen([*command, str(i)], cwd=ROOT) for i in range(4)]
-    assert [writer.wait(600) for writer in writers] == [0] * 4
-    assert len((tmp_path / "results.tsv").read_text().splitlines()) == 101
-    rows, best = harness.read_results(tmp_path / "results.tsv"), math.inf
-    assert len(rows) == 100
-    for row in rows:  # each status follows from the rows above it: reading and appending are one step
-        assert row["status"] == ("keep" if row["val_bpb"] < best else "discard")
-        best = min(best, row["val_bpb"])

@@ -48,7 +48,7 @@ def numbered(first: int, last: int) -> list[str]:
 
 
 def write_texts(folder: Path, *files: list[str]) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for i, documents in enumerate(files):
         (folder / f"{i:03d}.txt").write_text("<|endoftext|>\n".join(documents), encoding="utf-8")
     return folder
@@ -58,10 +58,9 @@ def write_texts(folder: Path, *files: list[str]) -> Path:
 
 
 def test_climbmix_is_its_shards_in_order_and_the_last_two_are_test_and_validation(cache):
-    train, val, test = prepare.hub_splits("climbmix", 6541)
-    files = [path.name for path, *_ in train + test + val]
-    assert files == [f"shard_{i:05d}.parquet" for i in range(6543)]
-    assert {(start, stop) for _, start, stop in train + test + val} == {(0, None)}
+    test, val, *train = prepare.hub_parts("climbmix", 6541)
+    assert [path.name for path, *_ in [*train, test, val]] == [f"shard_{i:05d}.parquet" for i in range(6543)]
+    assert {(start, stop) for _, start, stop in [*train, test, val]} == {(0, None)}
     for seed, name in enumerate(["shard_00000.parquet", "shard_00001.parquet", prepare.TEST_FILE, prepare.VAL_FILE]):
         write_parquet(cache / "climbmix" / "raw" / name, numbered(100 * seed, 100 * seed + 100))
     splits = splits_of(prepare.prepare("climbmix", 2))
@@ -74,11 +73,11 @@ def test_tinystories_first_ten_thousand_are_test_and_the_next_validation(cache):
     assert splits["test"] == numbered(0, 10_000)
     assert splits["val"] == numbered(10_000, 20_000)
     assert splits["train"] == numbered(20_000, 21_000)
-    train, val, test = prepare.hub_splits("tinystories", 11)
-    cuts = [(start, stop) for _, start, stop in test + val + train]
+    parts = prepare.hub_parts("tinystories", 11)
+    cuts = [(start, stop) for _, start, stop in parts]
     assert cuts[0][0] == 0 and [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
-    assert len({path for path, *_ in train + val + test}) == 1
+    assert len({path for path, *_ in parts}) == 1
 
 
 def test_more_shards_than_the_text_fills_are_refused(cache):
@@ -103,65 +102,146 @@ def test_a_folder_with_a_test_file_tests_on_it_and_validates_on_the_last_file(tm
     assert (names["test"], names["val"]) == (["shard_06541"] * 40, ["shard_06542"] * 40)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "txt"])
-def test_of_a_folder_without_a_test_file_five_percent_before_the_last_file_are_for_test(tmp_path, kind):
-    """Of 300 documents 15; the last train file has only 10 of them."""
-    files = [numbered(0, 90), numbered(90, 190), numbered(190, 200), numbered(200, 300)]
-    if kind == "txt":
-        write_texts(tmp_path / "data", *files)
-    for i, documents in enumerate(files if kind == "parquet" else []):
-        write_parquet(tmp_path / "data" / f"{i}.parquet", documents)
-    folder = prepare.prepare(str(tmp_path / "data"))
-    expected = {"train": numbered(0, 185), "test": numbered(185, 200), "val": numbered(200, 300)}
-    assert splits_of(folder) == expected
+def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_the_last_one(tmp_path):
+    """Of 380 documents 19."""
+    cuts = {"shard_00000": (0, 90), "shard_00001": (90, 200), prepare.VAL_FILE[:-8]: (200, 380)}
+    for name, (first, last) in cuts.items():
+        write_parquet(tmp_path / "data" / f"{name}.parquet", numbered(first, last))
+    expected = {"train": numbered(0, 181), "test": numbered(181, 200), "val": numbered(200, 380)}
+    assert splits_of(prepare.prepare(str(tmp_path / "data"))) == expected
     fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
     assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
-    assert (fewer / "train_shards").read_text() == "1\n"
+    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than the test split takes
+    with pytest.raises(PrepareError, match="too few documents"):
+        prepare.prepare(str(tmp_path / "data"))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "txt"])
-@pytest.mark.parametrize(("count", "test", "val"), [(100, 90, 95), (59, 55, 57), (3, 1, 2)])
-def test_a_single_file_gives_its_last_twentieth_to_validation_and_the_one_before_to_test(
-    tmp_path, kind, count, test, val
-):
-    if kind == "parquet":
-        write_parquet(tmp_path / "data" / "all.parquet", numbered(0, count))
-    else:
-        write_texts(tmp_path / "data", numbered(0, count))
+# A folder of one's own
+
+
+def own_split(document: str, salt: int = 0) -> str:
+    number = int.from_bytes(hashlib.sha256(f"{salt}{document}".encode()).digest()[:8], "big") % 20
+    return {0: "val", 1: "test"}.get(number, "train")
+
+
+def test_the_hash_of_its_text_decides_which_split_a_document_is_in(tmp_path):
+    """However the documents are spread over files, subfolders and kinds of file; a document that comes twice stays in
+    one split. The tokenizer is the same, too, so it has learnt from all of them."""
+    documents, folder = numbered(0, 600), tmp_path / "data"
+    expected = {split: {d for d in documents if own_split(d) == split} for split in ("train", "val", "test")}
+    assert 15 < len(expected["val"]) < 50 and 15 < len(expected["test"]) < 50
+    write_parquet(folder / "all.parquet", documents)
+    whole = prepare.prepare(str(folder))
+    (folder / "all.parquet").unlink()
+    write_texts(folder / "sub" / "sub", *([document] for document in documents[:300]))
+    write_parquet(folder / "shard_06541.parquet", [*documents[450:], *documents[:20]])
+    write_parquet(folder / "z.parquet", ["", *documents[300:450]])
+    write_texts(folder / ".git", ["none of this"])
+    (folder / "empty.txt").touch()
+    spread = prepare.prepare(str(folder))
+    for found in splits_of(whole), splits_of(spread):
+        assert {split: set(texts) for split, texts in found.items()} == expected
+    assert sum(map(len, splits_of(whole).values())) == 600 and sum(map(len, splits_of(spread).values())) == 620
+    assert splits_of(whole)["val"] == sorted(expected["val"], key=lambda d: hashlib.sha256(b"0" + d.encode()).digest())
+    vocabulary = [Tokenizer.from_directory(directory).get_vocab_size() for directory in (whole, spread)]
+    assert vocabulary[0] > 320 and abs(vocabulary[1] - vocabulary[0]) < 5
+
+
+def test_names_and_times_of_files_do_not_matter_but_their_text_does(tmp_path, monkeypatch):
+    folder = write_texts(tmp_path / "data", numbered(0, 100), numbered(100, 200))
+    before = prepare.prepare(str(folder))
+    os.utime(folder / "000.txt", (1, 1))
+    (folder / "sub").mkdir()
+    (folder / "000.txt").rename(folder / "sub" / "zzz.txt")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "documents", None)  # nothing is read again
+        assert prepare.prepare(str(folder)) == before
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "another cache"))
+    assert prepare.prepare(str(folder)).name == before.name and tree(prepare.current_dataset()) == tree(before)
+    text = (folder / "001.txt").read_text()
+    (folder / "001.txt").write_text(text.replace("Document 150", "Document 15O"))
+    os.utime(folder / "001.txt", (1, 1))
+    after = prepare.prepare(str(folder))
+    assert after != before and prepare.dataset_id(after) != prepare.dataset_id(before)
+
+
+def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_it_takes(tmp_path, monkeypatch):
+    """Ten files with a word each, far more text than TOKENIZER_CHARS: each word gets a token."""
+    words = [chr(97 + i) * 3 + "xyz" for i in range(10)]
+    for word in words:
+        write_parquet(tmp_path / "data" / f"{word}.parquet", [f"{word} {i} " * 20 for i in range(200)])
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 40_000)
+    train, seen = prepare.Tokenizer.train, []
+    monkeypatch.setattr(prepare.Tokenizer, "train", lambda texts, path: train(seen.extend(texts) or seen, path))
+    tokenizer = Tokenizer.from_directory(prepare.prepare(str(tmp_path / "data")))
+    assert all(len(tokenizer.encode(word)) == 1 for word in words)
+    assert 30_000 < sum(map(len, seen)) < 50_000 and all(own_split(text) == "train" for text in seen)
+
+
+def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
+    documents, folder = numbered(0, 300), tmp_path / "data"
+    write_texts(folder, documents[:200], documents[200:])
+    directory = prepare.prepare(str(folder))
+    tokenizer = Tokenizer.from_directory(directory)
+    shards = [tokenizer.decode(list(tokens)) for tokens in prepare.TokenStream(tokenizer, "train").tokens]
+    sizes = [len(shard.replace("<|reserved_0|>", "")) for shard in shards]
+    assert len(sizes) >= 8 and all(940 < size < 1060 for size in sizes[1:-1]) and max(sizes) < 1060
+    assert set(splits_of(directory)["train"]) == {d for d in documents if own_split(d) == "train"}
+    fewer = prepare.prepare(str(folder), 3)
+    assert splits_of(fewer) == splits_of(directory) | {
+        "train": splits_of(directory)["train"][: shards_documents(shards)]
+    }
+    assert len(list(fewer.glob("train_*.bin"))) == 3
+    assert prepare.prepare(str(folder)) == fewer  # the number of shards stays until another one is asked for
+
+
+def shards_documents(shards: list[str]) -> int:
+    return sum(shard.count("<|reserved_0|>") for shard in shards[:3])
+
+
+def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path):
+    """Of ten, none has a hash for val or test: the hashes are taken with another salt."""
+    documents = [d for d in numbered(0, 300) if own_split(d) == "train"][:10]
+    splits = splits_of(prepare.prepare(str(write_texts(tmp_path / "ten", documents))))
+    assert all(splits.values()) and sorted([*splits["train"], *splits["val"], *splits["test"]]) == sorted(documents)
+    for count in (0, 1, 2):
+        folder = write_texts(tmp_path / str(count), documents[:count])
+        with pytest.raises(PrepareError, match="too few documents"):
+            prepare.prepare(str(folder))
+
+
+def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp_path):
+    for i, name in enumerate((prepare.TEST_FILE, prepare.VAL_FILE)):
+        write_parquet(tmp_path / "data" / name, numbered(100 * i, 100 * i + 100))
     splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == {"train": numbered(0, test), "test": numbered(test, val), "val": numbered(val, count)}
+    assert set(splits["val"]) == {d for d in numbered(0, 200) if own_split(d) == "val"}
 
 
-def test_a_folder_of_one_document_per_file_is_split_by_files(tmp_path):
-    write_texts(tmp_path / "data", *([document] for document in numbered(0, 100)))
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == {"train": numbered(0, 94), "test": numbered(94, 99), "val": numbered(99, 100)}
+def test_too_little_text_is_one_line_with_what_there_is_and_what_there_should_be(tmp_path, cache):
+    run = run_prepare("--data", write_texts(tmp_path / "data", numbered(0, 300)), cache=cache)
+    (line,) = [line for line in run.stdout.splitlines() if "too little" in line]
+    tokens = len(tokens_of(prepare.current_dataset(), "val"))
+    assert line == f"too little text: val has {tokens:,} tokens, and should have {2**22 + 1:,}"
 
 
-def test_there_may_be_more_shards_than_open_files_are_allowed_at_first(tmp_path, cache):
-    write_texts(tmp_path / "data", *([document] for document in numbered(0, 100)))
-    prepare.prepare(str(tmp_path / "data"))
+@pytest.mark.parametrize("hard", [False, True])
+def test_more_shards_than_open_files_are_allowed_work_or_say_what_to_do(tmp_path, cache, monkeypatch, hard):
+    """A soft limit is raised; a hard one is no damage to a shard."""
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 40)
+    prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 100))))
     code = "import prepare; print(len(prepare.TokenStream(prepare.Tokenizer.from_directory(), 'train').tokens))"
-    command = ["bash", "-c", f'ulimit -S -n 64; exec {sys.executable} -c "{code}"']
-    environment = os.environ | {"AUTORESEARCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True).stdout == "94\n"
+    shutil.copy(ROOT / "prepare.py", tmp_path)
+    command = ["bash", "-c", f'ulimit {"-n" if hard else "-Sn"} 40; exec {sys.executable} -c "{code}"']
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert int(run.stdout or 0) > 60 or hard
+    if hard:
+        assert "Too many open files; raise `ulimit -n`, or give fewer --num-shards" in run.stderr.splitlines()[-1]
 
 
 def test_shards_are_counted_beyond_9999(tmp_path):
     (tmp_path / "train_shards").write_text("10259\n")
     assert prepare.shard_paths(tmp_path, "train")[-1].name == "train_10258.bin"
-
-
-def test_a_lone_file_of_the_test_files_name_is_no_test_file(tmp_path):
-    write_parquet(tmp_path / "data" / prepare.TEST_FILE, numbered(0, 100))
-    assert len(splits_of(prepare.prepare(str(tmp_path / "data")))["train"]) == 90
-
-
-@pytest.mark.parametrize("files", [[2], [1, 1], [1, 50]])
-def test_too_few_documents_for_three_splits_are_refused(tmp_path, files):
-    write_texts(tmp_path / "data", *(numbered(0, count) for count in files))
-    with pytest.raises(PrepareError, match="too few documents"):
-        prepare.prepare(str(tmp_path / "data"))
 
 
 def test_the_embedded_corpus_is_each_module_of_the_standard_library_once(tmp_path, monkeypatch):
@@ -186,9 +266,9 @@ def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, mon
     monkeypatch.setattr(prepare.os, "cpu_count", lambda: 3)
     documents = [f"{i} " + "and so on " * (27_000 if i % 3 else 9_000) for i in range(40)]  # 30 batches
     write_parquet(tmp_path / "data" / "a.parquet", documents)
-    write_parquet(tmp_path / "data" / "b.parquet", ["the last file"])
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits["train"] + splits["test"] == documents
+    for name in (prepare.TEST_FILE, prepare.VAL_FILE):
+        write_parquet(tmp_path / "data" / name, ["the last file"])
+    assert splits_of(prepare.prepare(str(tmp_path / "data")))["train"] == documents
 
 
 def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
@@ -199,7 +279,6 @@ def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monk
     document = len(tokens_of(whole, "val")) // 20
     for targets, batches in ((3 * document - 1, 1), (3 * document, 2)):
         monkeypatch.setattr(prepare, "EVAL_TOKENS", targets)
-        monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / str(batches)))
         folder = prepare.prepare(str(tmp_path / "data"))
         assert len(tokens_of(folder, "val")) == len(tokens_of(folder, "test")) == 3 * batches * document
         assert tokens_of(folder, "train") == tokens_of(whole, "train")
@@ -210,10 +289,11 @@ def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monk
 
 def test_more_shards_than_files_are_all_files(tmp_path):
     write_corpus(tmp_path / "corpus")
-    for shards in (99, 3, None):
-        folder = prepare.prepare(str(tmp_path / "corpus"), shards)
-        assert (folder / "train_shards").read_text() == "3\n"
-    assert (prepare.prepare(str(tmp_path / "corpus"), 1) / "train_shards").read_text() == "1\n"
+    for given, shards in ((None, 3), (99, 3), (3, 3), (1, 1)):
+        folder = prepare.prepare(str(tmp_path / "corpus"), given)
+        assert (folder / "train_shards").read_text() == f"{shards}\n" and len(
+            list(folder.glob("train_*.bin"))
+        ) == shards
 
 
 @pytest.mark.parametrize("shards", [0, -1, 6542])
@@ -246,59 +326,52 @@ def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_e
     assert id_after(folder="elsewhere/data") == before
 
 
-def test_dataset_id_changes_with_the_order_of_train_shards(tmp_path):
+def test_dataset_id_changes_with_the_order_of_climbmixs_shards(tmp_path):
     ids = []
     for order in ("abc", "acb"):  # the same first file, hence the same tokenizer
-        for name, seed in zip(order + "v", (0, 1, 2, 3), strict=True):
-            write_parquet(tmp_path / order / "data" / f"{name}.parquet", texts(seed))
-        write_parquet(tmp_path / order / "data" / prepare.TEST_FILE, texts(4))
+        names = [*(f"{letter}.parquet" for letter in order), prepare.TEST_FILE, prepare.VAL_FILE]
+        for name, seed in zip(names, range(5), strict=True):
+            write_parquet(tmp_path / order / "data" / name, texts(seed))
         ids.append(prepare.dataset_id(prepare.prepare(str(tmp_path / order / "data"))))
     assert ids[0] != ids[1]
 
 
-@pytest.mark.parametrize("deleted", [True, False])
-def test_a_damaged_test_shard_is_made_again_as_its_line_says(tmp_path, deleted):
-    folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
-    before = tree(folder)
-    shard = folder / "test_00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(PrepareError, match="delete it and train_shards there"):
-        prepare.TokenStream(Tokenizer.from_directory(), "test")
-    if deleted:
-        shard.unlink()
-        (folder / "train_shards").unlink()
-    assert prepare.prepare(str(tmp_path / "corpus")) == folder and tree(folder) == before
+def test_datasets_in_climbmixs_layout_keep_the_id_that_earlier_versions_gave_them(tmp_path):
+    """So they hold the same tokens: every figure so far was measured on such a one."""
+    assert prepare.dataset_id(prepare.prepare(str(write_corpus(tmp_path / "corpus")))) == "corpus-0d993577"
 
 
-def test_a_folder_whose_last_train_file_went_into_the_test_split_is_ready(tmp_path, monkeypatch):
-    write_texts(tmp_path / "data", numbered(0, 100), numbered(100, 103), numbered(103, 110))
-    folder = prepare.prepare(str(tmp_path / "data"))
-    assert (folder / "train_shards").read_text() == "1\n"
-    monkeypatch.setattr(prepare, "documents", None)  # nothing is read again
-    assert prepare.prepare(str(tmp_path / "data")) == folder
-
-
-def test_prepared_without_a_gpu_a_hub_dataset_has_one_shard_and_says_so(cache, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert len(prepare.hub_splits("climbmix", None)[0]) == 1 and "give --num-shards 2" in capsys.readouterr().out
-    assert len(prepare.hub_splits("climbmix", 1)[0]) == 1 and not capsys.readouterr().out
-
-
-def test_a_dataset_of_the_first_version_is_made_anew(tmp_path):
-    """Its train split held what is for testing now."""
-    folder = prepare.prepare(str(write_corpus(tmp_path / "corpus")))
-    before = tree(folder)
-    (folder / "test_00000.bin").unlink()
-    for shard in folder.glob("*.bin"):
-        shard.write_bytes(b"tokshard\1\0\0\0" + shard.read_bytes()[12:])
-    assert prepare.prepare(str(tmp_path / "corpus")) == folder and tree(folder) == before
+@pytest.mark.parametrize(
+    ("constant", "value"),
+    [
+        ("VOCAB_SIZE", 300),
+        ("EVAL_TOKENS", 1000),
+        ("SPLIT_PATTERN", r"\s+|\S"),
+        ("SPECIAL_TOKENS", ["<|bos|>"]),
+        ("TOKENIZER_CHARS", 1000),
+        ("TOKENIZER_DOC_CHARS", 10),
+        ("SHARD_CHARS", 1000),
+    ],
+)
+def test_a_constant_that_shapes_the_data_makes_another_dataset(tmp_path, monkeypatch, constant, value):
+    folder = write_texts(tmp_path / "data", numbered(0, 200))
+    before = prepare.prepare(str(folder))
+    monkeypatch.setattr(prepare, constant, value)
+    after = prepare.prepare(str(folder))
+    assert after != before and prepare.current_dataset() == after
+    if constant == "VOCAB_SIZE":
+        assert Tokenizer.from_directory(after).get_vocab_size() == 300
+    names = {prepare.find_source(data)[0] for data in ("climbmix", "tinystories", "embedded")}
+    monkeypatch.undo()
+    assert not names & {prepare.find_source(data)[0] for data in ("climbmix", "tinystories", "embedded")}
 
 
 def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
-    write_texts(tmp_path / "data", numbered(0, 50), numbered(50, 100), numbered(100, 110))
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 2000)
+    write_texts(tmp_path / "data", numbered(0, 100))
 
     def tokenize(texts, path: Path, *args, real=prepare.tokenize):
-        if path.name == "train_00001.bin":  # the last one
+        if path.name == "train_00001.bin":
             raise KeyboardInterrupt
         return real(texts, path, *args)
 
@@ -308,8 +381,8 @@ def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
     (kept,) = (tmp_path / "cache").rglob("train_00000.bin")
     inode = kept.stat().st_ino
     splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == {"train": numbered(0, 95), "test": numbered(95, 100), "val": numbered(100, 110)}
-    assert kept.stat().st_ino == inode
+    assert {d for split in splits.values() for d in split} == set(numbered(0, 100))
+    assert sum(map(len, splits.values())) == 100 and kept.stat().st_ino == inode
 
 
 # Downloading and tokenizing overlap
@@ -341,10 +414,95 @@ def test_the_next_file_is_downloaded_while_one_is_tokenized(tmp_path, monkeypatc
 
 
 def test_files_whose_token_shards_are_there_are_not_downloaded_again(tmp_path, cache, monkeypatch):
-    for seed, name in enumerate(["shard_00000.parquet", prepare.VAL_FILE, prepare.TEST_FILE]):
+    """Also where they belong to another number of shards: those are the same files."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for seed, name in enumerate(["shard_00000.parquet", "shard_00001.parquet", prepare.VAL_FILE, prepare.TEST_FILE]):
         write_parquet(cache / "climbmix" / "raw" / name, texts(seed))
-    folder = prepare.prepare("climbmix", 1)
-    shutil.rmtree(folder / "raw")
-    (folder / "train_shards").unlink()
-    run = run_prepare("--data", "climbmix", "--num-shards", 1, cache=cache, HF_ENDPOINT="http://127.0.0.1:9")
-    assert run.returncode == 0, run.stderr
+    two = prepare.prepare("climbmix", 2)
+    shutil.rmtree(cache / "climbmix")
+    (two / "train_shards").unlink()
+    assert prepare.prepare("climbmix", 2) == two
+    one = prepare.prepare("climbmix", 1)
+    assert (
+        one != two
+        and len(list(one.glob("*.bin"))) == 3
+        and os.path.samefile(one / "val_00000.bin", two / "val_00000.bin")
+    )
+
+
+# The dataset of a clone
+
+
+@pytest.fixture
+def climbmix(cache) -> Path:
+    """What can be had without a network: 12 shards."""
+    names = [*(f"shard_{i:05d}.parquet" for i in range(12)), prepare.VAL_FILE, prepare.TEST_FILE]
+    for seed, name in enumerate(names):
+        write_parquet(cache / "climbmix" / "raw" / name, texts(seed, count=5))
+    return cache
+
+
+@pytest.mark.parametrize(("capability", "shards"), [((7, 5), 2), ((8, 0), 10), ((9, 0), 10)])
+def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
+    climbmix, capsys, monkeypatch, capability, shards
+):
+    def count() -> int:
+        return int((prepare.prepare() / "train_shards").read_text())
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert count() == 1 and "give --num-shards 2 (T4, V100) or 10" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.get_device_capability", lambda: capability)
+        assert count() == shards and "no GPU" not in capsys.readouterr().out
+    assert count() == shards  # and never fewer again, unless asked for
+    prepare.prepare(num_shards=12)
+    assert count() == 12
+    assert prepare.prepare(num_shards=1).name.endswith("x1")
+
+
+def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path):
+    """Whatever the other one prepares: another folder, other shards, another constant."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    folder = write_texts(tmp_path / "folder", numbered(0, 100))
+
+    def run(clone: Path, *args) -> str:
+        run = run_prepare(*args, cache=climbmix, clone=clone)
+        assert run.returncode == 0, run
+        return run.stdout.splitlines()[-1].split(",")[0]
+
+    first = run(ours, "--num-shards", 2)
+    assert first.startswith("ready: climbmix-")
+    others = [run(theirs, "--data", folder), run(theirs, "--data", "climbmix", "--num-shards", 1)]
+    others.append(run(theirs, "--data", folder))
+    assert run(ours, "--verify") == run(ours) == first not in others and others[0] == others[2]
+    assert run(theirs, "--verify") == run(theirs) == others[0]
+    shutil.copytree(theirs, tmp_path / "new")
+    (tmp_path / "new" / ".dataset").unlink()
+    assert run(tmp_path / "new", "--verify") == others[0]  # the one prepared last, before it has its own
+
+
+def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp_path, monkeypatch):
+    first, second = prepare.prepare("climbmix", 1), prepare.prepare("climbmix", 2)
+    prepare.DATASET.unlink()
+    assert prepare.current_dataset() == second
+    prepare.adopt_dataset(first)
+    prepare.adopt_dataset(second)
+    assert prepare.current_dataset() == first and prepare.DATASET.read_text() == first.name
+    assert prepare.prepare() == first  # with no GPU
+    shutil.rmtree(first)
+    with pytest.raises(
+        PrepareError, match=rf"\.dataset names '{first.name}', not in .*: run prepare\.py with its --data"
+    ):
+        prepare.current_dataset()
+    own = prepare.prepare(str(write_texts(tmp_path / "folder", numbered(0, 100))))
+    prepare.DATASET.write_text(own.name)  # adopted: the folder's path is not known
+    assert prepare.prepare() == own
+    with pytest.raises(PrepareError, match="give the --data"):
+        prepare.prepare(num_shards=2)
+    (own / "val_00000.bin").unlink()
+    with pytest.raises(PrepareError, match=f"dataset is {own.name}: give the --data"):
+        prepare.prepare()
+    monkeypatch.setattr(prepare, "DATASET", Path("/proc/.dataset"))
+    prepare.adopt_dataset(first)  # a clone that cannot be written to goes on without

@@ -41,8 +41,8 @@ VALIDATION = texts(6542, count=8)
 def tiny_cache(tmp_path_factory) -> Path:
     """A cache with one train file of 15,000 tokens and validation documents of 2,000."""
     folder = tmp_path_factory.mktemp("tiny")
-    write_parquet(folder / "corpus" / "a.parquet", texts(0))
-    write_parquet(folder / "corpus" / "b.parquet", VALIDATION)
+    write_parquet(folder / "corpus" / "shard_00000.parquet", texts(0))
+    write_parquet(folder / "corpus" / prepare.VAL_FILE, VALIDATION)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTORESEARCH_CACHE", str(folder / "cache"))
         prepare.prepare(str(folder / "corpus"))
