@@ -212,7 +212,7 @@ class Meta(str):
 def cross_entropy(most_rows: int, args, out) -> list[Kernel]:
     """kernels.fused_linear_cross_entropy: the weight's cast; a row kernel and up to three GEMMs per chunk."""
     (n, d), v, where = args[0].shape, len(args[1]), "cross-entropy"
-    need_dx, need_dw = (grad.numel() > 0 for grad in out[1:])
+    need_dx, need_dw = (grad.numel() > 0 for grad in out[-2:])
     rows = min(n, most_rows)
     gemm = Kernel(where, "GEMM", 2 * rows * v * d, 2 * (rows * d + v * d + rows * v))
     gemm_dw = gemm._replace(bytes=gemm.bytes + (8 - 2) * v * d)  # reads and writes fp32
