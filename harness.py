@@ -391,13 +391,13 @@ class GPU(NamedTuple):
     has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
-# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce, GB of memory
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce, GiB of memory as the driver reports them
 GPUS = {
-    "T4": ((7, 5), 40, 1590, False, 16), "V100": ((7, 0), 80, 1530, False, 16), "L4": ((8, 9), 58, 2040, False, 24),
-    "RTX3060": ((8, 6), 28, 1777, True, 12), "RTX3090": ((8, 6), 82, 1695, True, 24),
-    "RTX4090": ((8, 9), 128, 2520, True, 24), "A100": ((8, 0), 108, 1410, False, 40),
-    "H100": ((9, 0), 132, 1980, False, 80), "H200": ((9, 0), 132, 1980, False, 141),
-    "B200": ((10, 0), 148, 1965, False, 180),
+    "T4": ((7, 5), 40, 1590, False, 14.6), "V100": ((7, 0), 80, 1530, False, 15.8),
+    "L4": ((8, 9), 58, 2040, False, 22.0), "RTX3060": ((8, 6), 28, 1777, True, 11.8),
+    "RTX3090": ((8, 6), 82, 1695, True, 23.7), "RTX4090": ((8, 9), 128, 2520, True, 23.6),
+    "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
+    "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
 # FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. For Hopper and B200: the datasheet's figure
 # divided by the highest clock, which is above the clock that the datasheet assumes.
@@ -414,8 +414,8 @@ def named_gpu(name: str) -> GPU:
         return GPU(None, 0.0)
     if name not in GPUS:
         raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
-    *compute, gigabytes = GPUS[name]
-    return GPU(compute[0], peak_flops(*compute), gigabytes * 10**9)
+    *compute, gib = GPUS[name]
+    return GPU(compute[0], peak_flops(*compute), int(gib * 2**30))
 
 
 def this_gpu() -> GPU:
