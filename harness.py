@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import gc
+import importlib.util
 import itertools
 import json
 import math
@@ -160,27 +161,33 @@ def warm_up(model, step: Callable) -> None:
     """Says what will be trained, and compiles it: step(loader) is an optimizer step, here on random tokens. When memory
     runs out, halves model.config.device_batch_size; the total batch stays.
 
-    The weights have moved afterwards: initialize them anew.
+    Buffers, gradients and random numbers are put back. The weights have moved: initialize them again.
     """
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
     print(f"{num_params(model) / 1e6:.1f} M parameters, {dtype}, {model.config}", flush=True)
-    while True:
-        config = model.config
-        try:
-            tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
-            step(itertools.repeat((tokens, tokens, 0)))
-            return synchronize()
-        except torch.OutOfMemoryError:
-            if config.device_batch_size == 1:
-                raise
-        gc.collect()
-        sequences = config.total_batch_size // config.seq_len
-        smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
-        model.config = dataclasses.replace(config, device_batch_size=smaller)
-        model.zero_grad(set_to_none=True)
-        print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        while True:
+            config = model.config
+            try:
+                tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+                step(itertools.repeat((tokens, tokens, 0)))
+                synchronize()
+                break
+            except torch.OutOfMemoryError:
+                if config.device_batch_size == 1:
+                    raise
+            gc.collect()
+            sequences = config.total_batch_size // config.seq_len
+            smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
+            model.config = dataclasses.replace(config, device_batch_size=smaller)
+            model.zero_grad(set_to_none=True)
+            print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+    model.zero_grad(set_to_none=True)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
 
 
 def synchronize() -> None:
@@ -376,19 +383,24 @@ def git_head() -> tuple[str, str]:
 
 # ------------------------------------------------------------------------------------------------------------------ GPU
 class GPU(NamedTuple):
-    capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
-    peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
+    """What an experiment has to know of a GPU. Without one: GPU(None, 0.0, 0, False)."""
+
+    capability: tuple[int, int] | None  # CUDA compute capability: decides numerics
+    peak_flops: float  # dense 16-bit FLOP/s by the datasheet: decides sizes
+    memory: int = 0  # bytes of that model of GPU: limits the n-gram tables
+    has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
-# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce, GiB of memory as the driver reports them
 GPUS = {
-    "T4": ((7, 5), 40, 1590, False), "V100": ((7, 0), 80, 1530, False), "L4": ((8, 9), 58, 2040, False),
-    "RTX3060": ((8, 6), 28, 1777, True), "RTX3090": ((8, 6), 82, 1695, True), "RTX4090": ((8, 9), 128, 2520, True),
-    "A100": ((8, 0), 108, 1410, False), "H100": ((9, 0), 132, 1980, False), "H200": ((9, 0), 132, 1980, False),
-    "B200": ((10, 0), 148, 1965, False),
+    "T4": ((7, 5), 40, 1590, False, 14.6), "V100": ((7, 0), 80, 1530, False, 15.8),
+    "L4": ((8, 9), 58, 2040, False, 22.0), "RTX3060": ((8, 6), 28, 1777, True, 11.8),
+    "RTX3090": ((8, 6), 82, 1695, True, 23.7), "RTX4090": ((8, 9), 128, 2520, True, 23.6),
+    "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
+    "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
-# they assume less than the highest clock.
+# FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. For Hopper and B200: the datasheet's figure
+# divided by the highest clock, which is above the clock that the datasheet assumes.
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
@@ -396,22 +408,68 @@ def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, ge
     return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
 
 
-def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device, and what an experiment has to know of its GPU or of the one named (see GPUS, or "cpu")."""
+def named_gpu(name: str) -> GPU:
+    """A GPU of GPUS by its datasheet, or "cpu"."""
+    if name == "cpu":
+        return GPU(None, 0.0)
+    if name not in GPUS:
+        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    *compute, gib = GPUS[name]
+    return GPU(compute[0], peak_flops(*compute), int(gib * 2**30))
+
+
+def this_gpu() -> GPU:
+    """The GPU of this machine, by what PyTorch and the driver say of it."""
     import torch
 
-    if name not in (None, "cpu", *GPUS):
-        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    if not torch.cuda.is_available():
+        return named_gpu("cpu")
+    p = torch.cuda.get_device_properties()
+    capability = p.major, p.minor
+    peak = peak_flops(capability, p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name)
+    return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device of a run and the GPU whose numerics and size it takes: this machine's, or the one named, with
+    numerics that this machine has, too."""
+    import torch
+
+    named = name and named_gpu(name)
     if name == "cpu" or not torch.cuda.is_available():
-        torch.ones(1).exp()  # where threads share MKL's first one in a process, one of them gets 4 digits
-        return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
+        torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
+        return torch.device("cpu"), (named or named_gpu("cpu"))._replace(capability=None)
     if torch.version.hip:
         raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
     start_compiler()
-    p = torch.cuda.get_device_properties()
-    here = (p.major, p.minor), p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name
-    named = GPUS.get(name, here)
-    return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+    here = this_gpu()
+    gpu = named or here
+    capability = min(here.capability, gpu.capability)
+    if capability == (9, 0) and not here.has_fa3:
+        print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
+    return torch.device("cuda"), gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+
+
+def fa3_installed() -> bool:
+    return importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def install_fa3() -> str:
+    """The command that installs FlashAttention-3."""
+    import torch
+
+    index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
+    return f"pip install flash-attn-3 --index-url {index}"
+
+
+def load_fa3() -> Callable:
+    """flash_attn_func of FlashAttention-3's official module. The gpu column already says that it is there."""
+    try:
+        from flash_attn_interface import flash_attn_func
+    except Exception as error:
+        fix = f"install it again ({install_fa3()}) or remove it (pip uninstall flash-attn-3)"
+        raise PrepareError(f"flash_attn_interface cannot be imported ({one_line(error)}): {fix}") from error
+    return flash_attn_func
 
 
 def start_compiler() -> None:
@@ -459,9 +517,13 @@ def clock_rate(properties) -> int:
 
 
 def gpu_name() -> str:
+    """What the gpu column calls this machine's GPU. A Hopper without FlashAttention-3 is slower, so another kind."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
+    return torch.cuda.get_device_name() + ", without FA3" * slower
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -469,7 +531,7 @@ def run(train: Callable, build_model: Callable) -> None:
     """Runs an experiment from the command line: train.py ends by handing its functions to this one.
 
     train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
-    numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
+    numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
     a dataclass of numbers, `seq_len` and `device_batch_size` among them; model(x) gives logits (B, T, V).
     """
     parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
@@ -492,7 +554,7 @@ def run(train: Callable, build_model: Callable) -> None:
             if args.save:
                 save_weights(model)
         else:
-            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample, args.seed))
+            print(sample(load_weights(build_model, device, gpu), tokenizer, args.sample, args.seed))
     except (PrepareError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -636,7 +698,7 @@ def save_weights(model) -> None:
         part.unlink(missing_ok=True)
 
 
-def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
+def load_weights(build_model: Callable, device, gpu: GPU):
     """The model that the last run with --save has left."""
     from safetensors import safe_open
 
@@ -644,7 +706,7 @@ def load_weights(build_model: Callable, device, capability: tuple[int, int] | No
         raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py --save first")
     try:
         with safe_open(WEIGHTS, "pt") as file:
-            model = build_model(json.loads(file.metadata()["config"]), device, capability)
+            model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
         remedy = "run python train.py --save again"

@@ -408,7 +408,7 @@ def test_a_loop_that_ignores_the_clock_is_a_crash(clone):
 
 
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
-    edit = "train.train = lambda clock, tokenizer, device, *_: (train.build_model(train.SIZES[0][1], device, None), {})"
+    edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
     assert clone.run(edit=edit).code == 1 and clone.statuses == ["crash"]
 
 
@@ -851,13 +851,13 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tm
         config = json.loads(file.metadata()["config"])
     cpu = torch.device("cpu")
     monkeypatch.setattr(harness, "WEIGHTS", good)
-    assert harness.load_weights(train.build_model, cpu, None).config == train.Config(**config)
+    assert harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0)).config == train.Config(**config)
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     STRANGERS[name](harness.WEIGHTS, load_file(good), config)
     with pytest.raises(
         prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run python train.py --save again$"
     ) as error:
-        harness.load_weights(train.build_model, cpu, None)
+        harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0))
     assert "\n" not in str(error.value)
 
 
@@ -865,7 +865,7 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
-    model = train.build_model(config, torch.device("cpu"), None)
+    model = train.build_model(config, torch.device("cpu"), harness.GPU(None, 0.0))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     for block in model.blocks:
@@ -875,7 +875,7 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors.yesterday").touch()
     harness.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
-    loaded = harness.load_weights(train.build_model, torch.device("cpu"), None)
+    loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0))
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
