@@ -734,7 +734,7 @@ SECTIONS = [
         ("None if kind.report else math.inf", "math.inf"),
         ("math.inf if run.commit == base[0] else", ""),
         ("name_of(row) == run_of(*base, run.seed)[:2]", "True"),
-        ("_replace(report=kind.report)", ""),
+        ("._replace(report=kind.report)", ""),
         ("**own, test_bpb=test_bpb, reason", "**own, reason"),
         ("key=lambda pair: pair[0].commit != base[0]", "key=lambda pair: 0"),
         ("if stopped or base[0] not in", "if base[0] not in range(9) or base[0] not in"),

@@ -120,12 +120,14 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     clone.commit(base="time.sleep(1); val_bpb = 1.35", **SIX)
     clone.run("git checkout -q base")
     command = [*SIX, *TWO_SLOTS, "--limit=6"]
-    wave = clone.wave(*reversed(SIX), *command[6:], begin=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    begin = [*reversed(SIX), *TWO_SLOTS, "--limit=100"]
+    wave = clone.wave(*begin, begin=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     while len(clone.rows()) < 3:
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
     folder = Path(f"/proc/{clone.process('train.py')}/cwd").resolve().parent
     assert folder.parent == Path("/tmp") and list(folder.glob("*/results.tsv"))
+    assert not [word for words in clone.processes().values() for word in words if "/tmp/ray/" in word]
     assert listening(clone.processes()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
     wave.send_signal(signal.SIGINT)
     clone.finish(wave, code=130, timeout=20)
