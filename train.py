@@ -618,8 +618,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     for name, p in model.named_parameters():
         key = next((key for key in groups if f".{key}." in f".{name}."), None)
         if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
-            # matrices of one shape share a group; experts are a stack already
-            key, scale = (name, EXPERT_LR_SCALE) if p.ndim == 3 else (str(as_stack(p).shape[1:]), 1)
+            kind, scale = ("experts", EXPERT_LR_SCALE) if p.ndim == 3 else ("matrices", 1)
+            key = f"{kind} {tuple(as_stack(p).shape[1:])}"  # one shape per group
             groups.setdefault(key, group(MATRIX_LR * scale, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"] += [p] * p.requires_grad  # decay would move a frozen one

@@ -1,9 +1,9 @@
 """
 Do runs side by side measure what a run alone measures? And how many experiments an hour are that?
 
-    python tests/bench_wave.py                    # a run alone, twice, then one on each GPU: 18 minutes
-    python tests/bench_wave.py --seconds 60       # the same, shorter
-    python tests/bench_wave.py --tokens 10000000 --per-gpu 3   # that many on each GPU at once
+    python tests/bench/bench_wave.py                    # a run alone, twice, then one on each GPU: 18 minutes
+    python tests/bench/bench_wave.py --seconds 60       # the same, shorter
+    python tests/bench/bench_wave.py --tokens 10000000 --per-gpu 3   # that many on each GPU at once
 
 It takes a clone of this repository's last commit, and the data that `prepare.py` has prepared.
 """
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import harness
 
 

@@ -1,9 +1,9 @@
 """
 A model of a GPU that is not at hand: what an optimizer step takes there, where the time goes, and the tokens of 300 s.
 
-    python tests/bench_gpu.py                               # a table: each GPU that prepare.py knows by name
-    python tests/bench_gpu.py T4                            # the published port, then the size that a T4 gets
-    python tests/bench_gpu.py A100 --set depth=11 n_embd=768    # other sizes
+    python tests/bench/bench_gpu.py                               # a table: each GPU that prepare.py knows by name
+    python tests/bench/bench_gpu.py T4                            # the published port, then the size that a T4 gets
+    python tests/bench/bench_gpu.py A100 --set depth=11 n_embd=768    # other sizes
 
 `train.train_step` itself runs on meta tensors, and record_kernels.py lists its kernels. Each of them takes
 
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from record_kernels import Kernel, Recorder, nbytes
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import harness
 import kernels
@@ -68,7 +68,7 @@ class Rates(NamedTuple):
 
 
 # Seconds between the end of a kernel and the full speed of the next; the host is taken to keep ahead. Of an H200's step
-# of 285 ms 4 ms were between kernels (tests/experiments.md), of some 2,000.
+# of 285 ms 4 ms were between kernels (docs/experiments.md), of some 2,000.
 LAUNCH = 3e-6
 MEMORY = {  # GiB that PyTorch can have, bytes/s by datasheet
     "T4": (14.5, 320e9), "V100": (15.5, 900e9), "L4": (22, 300e9), "RTX3060": (11.5, 360e9),

@@ -1,7 +1,7 @@
 """The fused cross-entropy on one CUDA GPU, beside its peers: time, memory and error.
 
-    python tests/bench_kernels.py              # about two minutes on an H200; the tables are printed last
-    python tests/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
+    python tests/bench/bench_kernels.py              # about two minutes on an H200; the tables are printed last
+    python tests/bench/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
 
 Liger (`liger-kernel`) and Apple's CCE (`cut-cross-entropy`) run if they are installed. Medians of triton's do_bench,
 which empties L2 before each run. Errors are against float64, relative in the Euclidean norm.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kernels
 

@@ -1,8 +1,8 @@
 """
 Whole runs side by side: named recipes, each for so many seconds, on the same data and machine.
 
-    python tests/bench_train.py default no-fa3 T4 --seconds 60
-    python tests/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
+    python tests/bench/bench_train.py default no-fa3 T4 --seconds 60
+    python tests/bench/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
 
 A recipe is train.py with constants moved, or the name of a GPU whose numerics and size it takes. A path is any other
 train.py that speaks autoresearch's interface, with its own prepare.py beside it or ours; its TIME_BUDGET is set to the
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # Python that runs inside the child before the run
