@@ -6,7 +6,6 @@ to `run`. Nobody edits this file during research.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -28,16 +27,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 # torch is imported where it is used: night supervises runs without it
-import prepare
-from prepare import TIME_BUDGET, PrepareError, Tokenizer, dataset_id, evaluate_bpb, lock, one_line
+from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id, evaluate_bpb, lock, one_line
 
 RESULTS = Path(__file__).resolve().with_name("results.tsv")
 WEIGHTS = RESULTS.with_name("model.safetensors")
+SEED = 42  # unless --seed is given
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 class Clock:
-    """The budget of a run: wall time from the first training step to the end of the last, data loading included.
+    """The budget of a run, in tokens or in seconds: wall time from the start of the first training step to the end of
+    the last, data loading included.
 
         clock.start()
         while clock.running():
@@ -48,11 +48,10 @@ class Clock:
     `progress()` drives the schedules. A run counts if its last step began inside the budget.
     """
 
-    OVERRUN = 3  # seconds: no step starts if it would probably end later than that after the budget
-    HANG = 120  # seconds: a step that takes longer prints where it is, and goes on
+    OVERRUN = 3  # seconds: no step starts that would probably end later after the budget
+    HANG = 120  # seconds after which a step prints where it is, and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
-        """A budget in seconds or, if given, in tokens."""
         if not seconds > 0 or (tokens is not None and tokens <= 0):
             raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
         self.seconds, self.limit = seconds, tokens
@@ -75,21 +74,20 @@ class Clock:
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
     def tokens_left(self) -> float:
-        """Until the end of the budget, at the pace so far; inf in the first 5%, when the pace is not known yet."""
+        """Until the end of the budget, at the pace so far; inf in the first 5%: the pace is not known yet."""
         progress = self.progress()
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        """Whether to start another step."""
         faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
-        expected_end = elapsed * (1 + 1 / max(1, self.steps))
+        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of another step
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int) -> None:
-        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text."""
+        """After each step. loss: a scalar on the device; epoch: of its text."""
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
@@ -117,14 +115,13 @@ class Clock:
 
 
 class LossReader:
-    """Reads each loss one step later, so that the host never waits for the step it has just launched."""
+    """Reads each loss one step later: the host never waits for the step it has just launched."""
 
     def __init__(self):
         self.count, self.mean = 0, 0.0  # of the losses read; the mean is a running one
         self._pending: Callable[[], float] | None = None
 
     def add(self, loss) -> None:
-        """loss: a scalar tensor."""
         copy = copy_to_host(loss)
         self.read()
         self._pending = copy
@@ -152,16 +149,15 @@ class ProgressLine:
             print(f"\r{text}    " if live else text, end="" if live else "\n", flush=True)
 
     def end(self) -> None:
-        """What is printed next goes below a live line."""
         if self._shown >= 0 and sys.stdout.isatty():
             print(flush=True)
 
 
 def warm_up(model, step: Callable) -> None:
-    """Says what will be trained, and compiles it: step(loader) is an optimizer step, here on random tokens. When memory
-    runs out, halves model.config.device_batch_size; the total batch stays.
+    """Compiles the model: step(loader) is an optimizer step, here on random tokens. When memory runs out, halves
+    model.config.device_batch_size; the total batch stays.
 
-    Buffers, gradients and random numbers are put back. The weights have moved: initialize them again.
+    Restores buffers, gradients and random numbers. The weights have moved: initialize them again.
     """
     import torch
 
@@ -198,7 +194,7 @@ def synchronize() -> None:
 
 
 def copy_to_host(tensor) -> Callable[[], float]:
-    """Starts to copy a scalar to the host. Returns a function that waits for the copy and returns the value."""
+    """Starts to copy a scalar. Returns a function that waits for the copy and returns the value."""
     import torch
 
     tensor = tensor.detach()
@@ -259,7 +255,7 @@ def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> s
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Lines that are not rows are skipped."""
+    """The rows of results.tsv, numbers as floats. Skips lines that are not rows."""
     text = ""
     with suppress(OSError):
         text = Path(path or RESULTS).read_text("utf-8", errors="replace")
@@ -284,40 +280,41 @@ def log_result(
     *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
     description=None, path=None,
 ) -> str:  # fmt: skip
-    """Appends one row to results.tsv and returns its status.
+    """Appends one row to results.tsv, or prints it on stderr if the file refuses it. Returns its status.
 
-    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest yet on that
-    gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given. A row that the file refuses
-    goes to stderr.
+    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest so far for
+    that gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given.
     """
     path = Path(path or RESULTS)
-    head = git_head() if commit is None else (commit, "")
+    if commit is None:
+        commit, subject = git_head()
+        description = subject if description is None else description
     reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
     reason = reason.translate(str.maketrans("[]", "()"))
-    subject = head[1] if description is None else description
-    description = str(Description(subject, None, None if reason else test_bpb, reason))
-    commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
     if reason:
-        val_bpb = memory_gb = tokens_M = 0.0
+        val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
+    text = str(Description(description, None, test_bpb, reason))
+    commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
-    def row() -> tuple[str, str]:
-        *_, before = [None, *read_results(path)]
-        if before and before["dataset"] != dataset:
-            print(f"{path.name}: the row before is on {before['dataset']}, this one on {dataset}: they do not compare")
-        bar = to_beat
-        if bar is None:
-            best = best_result(gpu, dataset, path)
-            bar = best["val_bpb"] if best else math.inf
+    def judge() -> tuple[str, str]:
+        """Status and line, by the rows that there are."""
+        *_, last = [None, *read_results(path)]
+        if last and last["dataset"] != dataset:
+            print(f"{path.name}: the row before is on {last['dataset']}, this one on {dataset}: they do not compare")
+        best = best_result(gpu, dataset, path)
+        bar = to_beat if to_beat is not None else best["val_bpb"] if best else math.inf
         status = "crash" if reason else "keep" if round(val_bpb, 6) < bar else "discard"
-        fields = [commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset, f"{tokens_M:.1f}"]
+        fields = commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"
         return status, "\t".join(fields)
 
     try:
-        return append_row(path, row)
+        with locked(path) as file:
+            status, line = judge()
+            append_row(file, line)
     except (OSError, ValueError) as error:
-        status, line = row()
+        status, line = judge()
         print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
-        return status
+    return status
 
 
 @contextmanager
@@ -332,28 +329,25 @@ def locked(path: Path) -> Iterator:
                 return  # else it was replaced while we waited (by `night keep`)
 
 
-def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
-    """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
+def append_row(file, line: str) -> None:
+    """Appends all of the line, on disk, or nothing."""
     header = "\t".join(COLUMNS).encode()
-    with locked(path) as file:
-        file.seek(0)
-        text = file.read()
-        if text and text.split(b"\n")[0].rstrip() != header:
-            raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
-        status, line = row()
-        before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
-        data = before + f"{line}\n".encode()
-        if file.write(data) < len(data):
-            file.truncate(len(text))
-            raise OSError("the disk is full")
-        with suppress(KeyError, OSError):
-            Path(night_record()["row"]).write_text(line, "utf-8")
-        os.fsync(file.fileno())
-        return status
+    file.seek(0)
+    text = file.read()
+    if text and text.split(b"\n")[0].rstrip() != header:
+        raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
+    before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
+    data = before + f"{line}\n".encode()
+    if file.write(data) < len(data):
+        file.truncate(len(text))
+        raise OSError("the disk is full")
+    with suppress(KeyError, OSError):
+        Path(night_record()["row"]).write_text(line, "utf-8")
+    os.fsync(file.fileno())
 
 
 def clean(field: str) -> str:
-    """One field of printable text. A double quote would open a quoted field for pandas."""
+    """Printable text in one line. A double quote would open a quoted field for pandas."""
     return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
 
 
@@ -361,13 +355,13 @@ def night_record() -> dict:
     """What `python -m night` tells a run, a JSON object in the environment variable AUTORESEARCH_RUN; else {}.
 
     commit, description: of its row, as they were when the run began. log: whether to log it whatever its budget.
-    score_test: whether to score the test split and log that, too. row: a file that gets a copy of its row.
+    score_test: whether to score the test split, too. row: a file that gets a copy of its row.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 
 
-def git_head() -> tuple[str, str]:
-    """Short hash and subject of HEAD in the repository that holds this file; in `night run`, as it began."""
+def git_head(seed: int | None = None) -> tuple[str, str]:
+    """Short hash of HEAD, and the description of a run of it; in `night run`, as they were when it began."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
@@ -377,15 +371,15 @@ def git_head() -> tuple[str, str]:
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
         diff = ["git", "-c", "core.fileMode=false", "diff", "--quiet", "HEAD", "--", "train.py"]
         dirty = subprocess.run(diff, cwd=RESULTS.parent, timeout=10).returncode == 1
-        return commit[:7], subject + " (train.py differs)" * dirty
+        return commit[:7], str(Description(subject + " (train.py differs)" * dirty, seed))
     return "0000000", ""
 
 
 # ------------------------------------------------------------------------------------------------------------------ GPU
 class GPU(NamedTuple):
-    """What an experiment has to know of a GPU. Without one: GPU(None, 0.0, 0, False)."""
+    """What an experiment has to know of a GPU."""
 
-    capability: tuple[int, int] | None  # CUDA compute capability: decides numerics
+    capability: tuple[int, int] | None  # CUDA compute capability, None without GPU: decides numerics
     peak_flops: float  # dense 16-bit FLOP/s by the datasheet: decides sizes
     memory: int = 0  # bytes of that model of GPU: limits the n-gram tables
     has_fa3: bool = False  # whether FlashAttention-3 runs here
@@ -419,35 +413,42 @@ def named_gpu(name: str) -> GPU:
 
 
 def this_gpu() -> GPU:
-    """The GPU of this machine, by what PyTorch and the driver say of it."""
+    """This machine's."""
     import torch
 
     if not torch.cuda.is_available():
         return named_gpu("cpu")
     p = torch.cuda.get_device_properties()
     capability = p.major, p.minor
-    peak = peak_flops(capability, p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name)
+    peak = peak_flops(capability, p.multi_processor_count, p.clock_rate / 1000, "GeForce" in p.name)
     return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
 
 
 def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device of a run and the GPU whose numerics and size it takes: this machine's, or the one named, with
+    """The torch device of a run, and the GPU whose numerics and size it takes: this machine's or the one named, with
     numerics that this machine has, too."""
     import torch
 
-    named = name and named_gpu(name)
     if name == "cpu" or not torch.cuda.is_available():
-        torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
-        return torch.device("cpu"), (named or named_gpu("cpu"))._replace(capability=None)
+        return torch.device("cpu"), named_gpu(name or "cpu")._replace(capability=None)
     if torch.version.hip:
         raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
-    start_compiler()
     here = this_gpu()
-    gpu = named or here
+    gpu = named_gpu(name) if name else here
     capability = min(here.capability, gpu.capability)
     if capability == (9, 0) and not here.has_fa3:
         print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
     return torch.device("cuda"), gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+
+
+def gpu_name() -> str:
+    """What the gpu column calls this machine's GPU. A Hopper without FlashAttention-3 is slower, so another kind."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
+    return torch.cuda.get_device_name() + ", without FA3" * slower
 
 
 def fa3_installed() -> bool:
@@ -463,7 +464,7 @@ def install_fa3() -> str:
 
 
 def load_fa3() -> Callable:
-    """flash_attn_func of FlashAttention-3's official module. The gpu column already says that it is there."""
+    """flash_attn_func of FlashAttention-3's official module. Raises PrepareError if the module is broken."""
     try:
         from flash_attn_interface import flash_attn_func
     except Exception as error:
@@ -475,23 +476,21 @@ def load_fa3() -> Callable:
 def start_compiler() -> None:
     """Starts Inductor's processes, which get ready while the model is built, and changes five of PyTorch's defaults.
 
-    Inductor would compile and time several configurations of each reduction over short rows, two of most other kernels,
-    and GEMMs with padded operands: 6, 2 and 1 s of a start on an H200, for nothing faster. It would read the rows of an
-    RMSNorm several times where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd
-    would not cache a graph with a custom autograd function.
+    Inductor would time several configurations of each reduction over short rows and two of most other kernels, and pad
+    GEMMs: 6, 2 and 1 s of a start on an H200, for nothing faster. It would read the rows of an RMSNorm several times
+    where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd would not cache a
+    graph with a custom autograd function.
     """
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
+    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
     config.triton.autotune_pointwise = config.shape_padding = False
-    if hasattr(config.test_configs, "force_filter_reduction_configs"):  # as in deterministic mode; not in 2.9
-        config.test_configs.force_filter_reduction_configs = True
+    config.test_configs.force_filter_reduction_configs = True  # as in deterministic mode
     aot_autograd.autograd_cache_allow_custom_autograd_functions = True
     default = InductorChoices.should_use_persistent_reduction
 
@@ -503,29 +502,6 @@ def start_compiler() -> None:
     InductorChoices.should_use_persistent_reduction = staticmethod(in_one_pass)
 
 
-def clock_rate(properties) -> int:
-    """In kHz. PyTorch has it from 2.10 on, the driver always."""
-    import torch
-
-    if hasattr(properties, "clock_rate"):
-        return properties.clock_rate
-    rate, attribute = ctypes.c_int(), 13  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE
-    driver = ctypes.CDLL("libcuda.so.1")
-    if error := driver.cuDeviceGetAttribute(ctypes.byref(rate), attribute, torch.cuda.current_device()):
-        raise PrepareError(f"the driver does not tell the clock of {properties.name} (error {error}): use PyTorch 2.10")
-    return rate.value
-
-
-def gpu_name() -> str:
-    """What the gpu column calls this machine's GPU. A Hopper without FlashAttention-3 is slower, so another kind."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu"
-    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
-    return torch.cuda.get_device_name() + ", without FA3" * slower
-
-
 # ------------------------------------------------------------------------------------------------------------------ run
 def run(train: Callable, build_model: Callable) -> None:
     """Runs an experiment from the command line: train.py ends by handing its functions to this one.
@@ -534,19 +510,24 @@ def run(train: Callable, build_model: Callable) -> None:
     numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
     a dataclass of numbers, `seq_len` and `device_batch_size` among them; model(x) gives logits (B, T, V).
     """
+    import torch
+
     parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
     budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
     parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
     parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
     args = parser.parse_args()
     gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
+    torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
     try:
         device, gpu = pick_gpu(args.gpu)
+        if device.type == "cuda":
+            start_compiler()
         tokenizer = Tokenizer.from_directory()
         if args.sample is None:
             model = train_and_score(train, args, device, gpu, tokenizer)
@@ -572,24 +553,29 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
         assert clock.stopped is not None, "train() has to start, advance and stop the clock"
         start = time.perf_counter()
-        result = {"val_bpb": score(model, tokenizer, "val"), "tokens_M": clock.tokens / 1e6}
+        val_bpb, test_bpb, tokens_M = score(model, tokenizer, "val"), None, clock.tokens / 1e6
         eval_seconds = time.perf_counter() - start
         if night_record().get("score_test"):
-            result["test_bpb"] = score(model, tokenizer, "test")
-        result["memory_gb"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            test_bpb = score(model, tokenizer, "test")
+            numbers["test_bpb"] = f"{test_bpb:.6f}"
+        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0  # bytes
         best = best_result(entry.fields["gpu"], entry.fields["dataset"])
     except BaseException as error:
         clock.release()
         entry.log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
         raise
-    status, total, seconds = entry.log(**result), process_seconds(), clock.elapsed()
+    status = entry.log(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
+    total, seconds = process_seconds(), clock.elapsed()
+    if best and tokens_M < 0.9 * best["tokens_M"]:
+        saw = f"{best['commit']}, the best so far, saw {best['tokens_M']:.1f} M"
+        numbers["slower"] = f"{tokens_M:.1f} M tokens, where {saw}: a slower model, or a busy machine"
     summary = {
-        "val_bpb": f"{result['val_bpb']:.6f}",
+        "val_bpb": f"{val_bpb:.6f}",
         "training_seconds": f"{seconds:.1f}",
         "total_seconds": f"{total:.1f}",
-        "peak_vram_mb": f"{1024 * result['memory_gb']:.1f}",
+        "peak_vram_mb": f"{memory / 2**20:.1f}",
         "mfu_percent": numbers.pop("mfu_percent", "0.00"),
-        "total_tokens_M": f"{result['tokens_M']:.1f}",
+        "total_tokens_M": f"{tokens_M:.1f}",
         "num_steps": clock.steps,
         "num_params_M": f"{num_params(model) / 1e6:.1f}",
         "depth": numbers.pop("depth", "?"),
@@ -601,28 +587,23 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         "status": status,
         **entry.fields,
     }
-    if "test_bpb" in result:
-        summary["test_bpb"] = f"{result['test_bpb']:.6f}"
-    if best and result["tokens_M"] < 0.9 * best["tokens_M"]:
-        saw = f"{best['commit']}, the best so far, saw {best['tokens_M']:.1f} M"
-        summary["slower"] = f"{result['tokens_M']:.1f} M tokens, where {saw}: a slower model, or a busy machine"
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
 
 
 class LogEntry:
-    """This run's row in results.tsv. What another commit or prepare.py could change meanwhile is read at the start."""
+    """This run's row. Reads at the start what another commit or prepare.py could change meanwhile."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
         by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
         logged = not by_hand or night_record().get("log")
         self.refusal = "" if logged else f"not logged: {' and '.join(by_hand)} set by hand"
-        commit, description = git_head()
+        commit, description = git_head(None if args.seed == SEED else args.seed)
         gpu = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
         dataset = dataset_id(tokenizer.directory)
         self.fields = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset}
-        if logged and hasattr(prepare, "adopt_dataset"):
-            prepare.adopt_dataset(tokenizer.directory)
+        if logged:
+            adopt_dataset(tokenizer.directory)
 
     def log(self, **numbers) -> str:
         """Returns the status. Afterwards a signal just ends the process."""
@@ -633,7 +614,7 @@ class LogEntry:
 
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
-    """Bits per byte of a split. Raises FloatingPointError if that is not finite."""
+    """Bits per byte. Raises FloatingPointError if that is not finite."""
     bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
     if not math.isfinite(bpb):
         raise FloatingPointError(f"{split}_bpb is {bpb}")
@@ -650,15 +631,14 @@ def handle_signals(handler) -> None:
 
 
 def on_signal(number, frame):
-    """Once, and as an exception: the crash row gets written."""
+    """Ends the run as an exception does, with its crash row."""
     handle_signals(signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def crash_reason(error: BaseException) -> str:
-    """A few words for the crash row: `out of memory`, `NaN at step 40`, `killed`, `RuntimeError line 182, called from
-    line 240`. Of train.py's lines it names the last two: where a shape is wrong, the first is in a helper such as
-    Linear.forward, and the second is what was edited."""
+    """A few words for the crash row: `out of memory`, `NaN at step 40`, `RuntimeError line 182, called from line 240`.
+    Of train.py's lines, the innermost two: where a shape is wrong, one is Linear.forward's, the other was edited."""
     if isinstance(error, SystemExit):
         return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
@@ -673,22 +653,18 @@ def crash_reason(error: BaseException) -> str:
 
 
 def process_seconds() -> float:
-    """Since this process was started, so with all imports."""
+    """Since this process was started, imports included."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def save_weights(model) -> None:
-    """Writes weights in half precision, and the config, and renames the file. A full disk costs them, not the run."""
-    import torch
+    """Writes the weights, with the config as metadata. A full disk costs the file, not the run."""
     from safetensors.torch import save_file
 
-    for left in WEIGHTS.parent.glob(f"{WEIGHTS.name}.part*"):  # by a killed run
-        if not Path("/proc", left.suffix[5:]).exists():
-            left.unlink(missing_ok=True)
     part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
-    state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)
@@ -699,7 +675,7 @@ def save_weights(model) -> None:
 
 
 def load_weights(build_model: Callable, device, gpu: GPU):
-    """The model that the last run with --save has left."""
+    """The model that the last run with --save left."""
     from safetensors import safe_open
 
     if not WEIGHTS.exists():
@@ -715,13 +691,13 @@ def load_weights(build_model: Callable, device, gpu: GPU):
 
 
 def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, seconds: float = math.inf) -> str:
-    """Continues a text until the model ends the document, or for so many tokens or seconds, at temperature 0.8."""
+    """Continues a text at temperature 0.8, until the model ends the document or after so many tokens or seconds."""
     import torch
 
     torch.manual_seed(seed)
     ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
     device, most, end = next(model.parameters()).device, len(ids) + tokens, time.perf_counter() + seconds
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # training has compiled another shape than one row
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled was another shape
         while len(ids) < most and time.perf_counter() < end:
             context = ids[-seq_len:]
             padded = context + [0] * (seq_len - len(context))  # causal: no token sees it

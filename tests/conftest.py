@@ -15,10 +15,6 @@ import prepare
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
 
-if torch.__version__.startswith("2.9."):  # warns of two settings that are right in all versions
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    os.environ["PYTHONWARNINGS"] = "ignore:Please use the new API settings:UserWarning"
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none."""
