@@ -78,6 +78,9 @@ NO_GPU = {name: value for name, value in os.environ.items() if name != "TRITON_I
 }
 
 
+FILES = ("train.py", "prepare.py", "harness.py", "kernels.py")
+
+
 class Run:
     """A run of train.py, begun or ended."""
 
@@ -121,7 +124,7 @@ class Clone:
     def __init__(self, folder: Path, cache: Path, warm: Warm):
         self.folder, self.cache, self.warm = folder, cache, warm
         folder.mkdir()
-        for name in ("train.py", "prepare.py", "harness.py", "kernels.py"):
+        for name in FILES:
             shutil.copy(ROOT / name, folder)
         self.git("init", "-q")
         self.git("add", ".")
@@ -169,16 +172,7 @@ class Clone:
 
     @property
     def left_over(self) -> set[str]:
-        expected = {
-            "train.py",
-            "prepare.py",
-            "harness.py",
-            "kernels.py",
-            "results.tsv",
-            ".dataset",
-            "__pycache__",
-            ".git",
-        }
+        expected = {*FILES, "results.tsv", ".dataset", "__pycache__", ".git"}
         return {path.name for path in self.folder.iterdir()} - expected
 
 
@@ -216,12 +210,12 @@ def night(new_clone) -> tuple[Clone, list[Run]]:
     clone = new_clone()
     runs = [clone.run()]
     edits = {
-        "learn nothing": "train.MATRIX_LR = train.EMBEDDING_LR = 0",
+        'learn\t"nothing"': "train.MATRIX_LR = train.EMBEDDING_LR = 0",
         "take five times the steps": "clock_goes(0.4)",
     }
     for subject, edit in edits.items():
         clone.commit(subject)
-        runs.append(clone.run(edit=edit))
+        runs.append(clone.run("--seed", "43" if "learn" in subject else "42", edit=edit))
     return clone, runs
 
 
@@ -264,7 +258,11 @@ def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
 def test_rows_keep_the_best_so_far_and_name_the_commit(night):
     clone, runs = night
     assert clone.statuses == ["keep", "discard", "keep"]
-    assert [row["description"] for row in clone.rows] == ["baseline", "learn nothing", "take five times the steps"]
+    assert [row["description"] for row in clone.rows] == [
+        "baseline",
+        "learn 'nothing', seed 43",
+        "take five times the steps",
+    ]
     assert [row["commit"] for row in clone.rows] == clone.git("log", "--reverse", "--abbrev=7", "--format=%h").split()
     for row, run in zip(clone.rows, runs, strict=True):
         assert (f"{row['val_bpb']:.6f}", row["status"]) == (run.summary["val_bpb"], run.summary["status"])
@@ -384,35 +382,11 @@ replace(harness, "evaluate_bpb", split_of)
     assert "test_bpb" not in run.summary and len(clone.rows) == 1, "night has asked for neither"
 
 
-def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
-    run = clone.run(edit="at_step(8, lambda loss: clock_goes(340, until=340, first=1) or loss)")
-    assert clone.statuses == ["keep"] and float(run.summary["training_seconds"]) == 340
-
-
-def test_no_step_starts_that_would_probably_end_after_303_s(clone):
-    """By the pace so far: steps of 70 s leave room for four."""
-    slow = "replace(train, 'train_step', lambda real, *args: (real(*args), slow())[0])\n"
-    slow += "def slow():\n    harness.time.now += 70\n"
-    slow += (
-        "harness.time = SimpleNamespace(**vars(time), now=0.0)\nharness.time.perf_counter = lambda: harness.time.now"
-    )
-    run = clone.run(edit=slow)
-    assert run.summary["num_steps"] == "4" and run.summary["training_seconds"] == "280.0", run
-    assert clone.statuses == ["keep"]
-
-
-def test_a_loop_that_ignores_the_clock_is_a_crash(clone):
-    run = clone.run(edit="harness.Clock.running = lambda self: True")
-    assert run.code == 1 and "into a budget of 300 s" in run.err
-    assert clone.statuses == ["crash"]
-
-
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
     edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
     assert clone.run(edit=edit).code == 1 and clone.statuses == ["crash"]
 
 
-@pytest.mark.skipif(not hasattr(prepare, "adopt_dataset"), reason="prepare.py knows no dataset of a clone yet")
 def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
     clone.cache = shutil.copytree(prepared, tmp_path / "cache")
     own = (clone.cache / "current").read_text().strip()
@@ -578,12 +552,7 @@ def test_a_signal_between_evaluation_and_row_leaves_a_row(clone):
 def test_a_signal_while_the_row_is_written_neither_loses_nor_doubles_it(clone, begun, number):
     """`timeout` sends SIGTERM twice, impatient people Ctrl-C."""
     edit = f"""
-def append_row(*args, real=harness.append_row):
-    send({int(number)})
-    status = real(*args)
-    send({int(number)})
-    return status
-harness.append_row = append_row
+replace(harness, "append_row", lambda real, *args: (send({int(number)}), real(*args), send({int(number)})))
 """
     if begun == "an interrupt":
         edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)\n"
@@ -623,13 +592,6 @@ def test_a_log_removed_during_the_run_is_begun_anew(clone):
     assert run.code == 0 and clone.statuses == ["keep"] and not clone.left_over, run
 
 
-def test_a_log_that_refuses_the_row_leaves_it_on_stderr(clone):
-    (clone.folder / "results.tsv").mkdir()
-    run = clone.run()
-    row = rf"^\w{{7}}\t{run.summary['val_bpb']}\t0\.0\tkeep\tbaseline\tcpu\tcorpus-\w+\t\S+$"
-    assert run.code == 0 and "refuses this row" in run.err and re.search(row, run.err, re.MULTILINE), run
-
-
 def test_a_folder_that_is_gone_leaves_the_row_on_stderr(clone):
     run = clone.run(edit="at_step(5, lambda loss: shutil.rmtree(os.getcwd()) or loss)")
     row = rf"^\w{{7}}\t{run.summary.get('val_bpb')}\t0\.0\tkeep\t.*\tcpu\tcorpus-\w+\t\S+$"
@@ -650,8 +612,6 @@ def test_a_kill_while_the_weights_are_written_leaves_those_of_before(clone):
     edit = f"import safetensors.torch\nreplace(safetensors.torch, 'save_file', {half})"
     assert clone.run("--save", edit=edit).code == -signal.SIGKILL and len(clone.left_over) == 2
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
-    assert clone.run("--seconds", "20", "--save").code == 0 and clone.left_over == {"model.safetensors"}
-    assert len((clone.folder / "model.safetensors").read_bytes()) > 10**5
 
 
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
@@ -861,7 +821,7 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tm
     assert "\n" not in str(error.value)
 
 
-def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
+def test_saved_weights_are_the_models(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
@@ -872,52 +832,31 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
         block.experts.bias.copy_(torch.tensor([-1.0, 1.0]))  # without it tokens would find other experts
     train.make_optimizer(model)  # from now on, matrices are views, wide ones with another layout
     before = [p.clone() for p in model.parameters()]
-    (tmp_path / "model.safetensors.yesterday").touch()
     harness.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
     loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0))
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0.02)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "model.safetensors.yesterday"}
+        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=1e-5)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors"}
 
 
-def test_garbage_in_place_of_the_weights_ends_the_process_with_its_line_alone(clone):
-    (clone.folder / "model.safetensors").write_bytes(b"\xff" * 1000)
-    run = clone.run("--sample", "Once")
-    assert run.ends_in_one_line() and run.out == "", run
-
-
-# Several at once
-
-
-def at_once(clone: Clone, count: int) -> None:
-    """Official runs that save and log at the same moment."""
-    edit = f"""
+def test_two_at_once_lose_no_row_and_leave_one_whole_file_of_weights(clone):
+    """They save and log at the same moment."""
+    edit = """
 def together(real, **row):
-    open(f"ready.{{os.getpid()}}", "w").close()
-    while sum(name.startswith("ready.") for name in os.listdir()) < {count}:
+    open(f"ready.{os.getpid()}", "w").close()
+    while sum(name.startswith("ready.") for name in os.listdir()) < 2:
         time.sleep(0.001)
     return real(**row)
 replace(harness, "log_result", together)
 """
-    runs = [run.wait() for run in [clone.start("--seed", str(seed), "--save", edit=edit) for seed in range(count)]]
-    assert [(run.code, run.err) for run in runs] == [(0, "")] * count
-    scores = [run.summary["val_bpb"] for run in runs]
-    assert sorted(f"{row['val_bpb']:.6f}" for row in clone.rows) == sorted(scores) and len(set(scores)) == count
-    best = 10.0
-    for row, status in zip(clone.rows, clone.statuses, strict=True):
-        assert status == ("keep" if row["val_bpb"] < best else "discard")
-        best = min(best, row["val_bpb"])
+    runs = [run.wait() for run in [clone.start("--seed", str(seed), "--save", edit=edit) for seed in range(2)]]
+    assert [(run.code, run.err) for run in runs] == [(0, "")] * 2
+    scores = {run.summary["val_bpb"] for run in runs}
+    assert {f"{row['val_bpb']:.6f}" for row in clone.rows} == scores and len(scores) == len(clone.statuses) == 2
+    first, second = (row["val_bpb"] for row in clone.rows)
+    assert clone.statuses == ["keep", "keep" if second < first else "discard"]
     assert all(name.startswith("ready.") for name in clone.left_over - {"model.safetensors"})
-    assert clone.run("--sample", "Once").code == 0  # one whole file of weights
-
-
-def test_two_at_once_lose_no_row_and_leave_one_whole_file_of_weights(clone):
-    at_once(clone, 2)
-
-
-@pytest.mark.slow
-def test_six_at_once_lose_no_row_and_leave_one_whole_file_of_weights(clone):
-    at_once(clone, 6)
+    assert clone.run("--sample", "Once").code == 0
