@@ -1,6 +1,5 @@
 """
-The run around an experiment: clock, warm-up, log, GPU, signals, summary, sample. train.py ends by handing its functions
-to `run`. Nobody edits this file during research.
+The run around an experiment: clock, warm-up, log, GPU, signals, summary, sample. Nobody edits it during research.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ SEED = 42  # unless --seed is given
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 class Clock:
-    """The budget of a run, in tokens or in seconds: wall time from the start of the first training step to the end of
-    the last, data loading included.
+    """The budget of a run, in tokens or in seconds of wall time from the first training step to the end of the last.
 
         clock.start()
         while clock.running():
@@ -70,11 +68,11 @@ class Clock:
         return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
 
     def progress(self) -> float:
-        """Share of the budget spent, in [0, 1]."""
+        """Share of the budget spent, 0 to 1."""
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
     def tokens_left(self) -> float:
-        """Until the end of the budget, at the pace so far; inf in the first 5%: the pace is not known yet."""
+        """At the pace so far, which is not known in the first 5%: inf."""
         progress = self.progress()
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
@@ -99,7 +97,7 @@ class Clock:
             self._line.show(now, f"{line} | {self.tokens / now:,.0f} tok/s | epoch {epoch} | {now:.0f} s")
 
     def stop(self) -> float:
-        """Waits for the last step and checks its loss; returns the training seconds, fixed from now on."""
+        """Waits for the last step and checks its loss. Returns the training seconds."""
         if self.stopped is None:
             synchronize()
             self.stopped = time.perf_counter()
@@ -210,11 +208,11 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "da
 
 
 class Label(NamedTuple):
-    """The gpu column. Rows compare with those of the same label and dataset."""
+    """The gpu column. Rows of one label and dataset compare."""
 
-    gpu: str  # as gpu_name() has it
-    setting: str = ""  # what was set by hand, as budget_name() has it
-    report: bool = False  # rows of a report compare among themselves only
+    gpu: str  # gpu_name()
+    setting: str = ""  # budget_name(): what was set by hand
+    report: bool = False  # rows of a report compare among themselves
 
     @classmethod
     def parse(cls, text: str) -> Label:
@@ -229,7 +227,7 @@ class Label(NamedTuple):
 class Description(NamedTuple):
     """The description column."""
 
-    subject: str  # of the commit; with ` (train.py differs)` if that is not what ran
+    subject: str  # of the commit; ends in ` (train.py differs)` if that is not what ran
     seed: int | None = None
     test_bpb: float | None = None
     reason: str = ""  # of a crash
@@ -249,7 +247,7 @@ class Description(NamedTuple):
 
 
 def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
-    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    """What was set by hand, as it follows the GPU's name in the log: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
     budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
     return (f" as {gpu}" if gpu else "") + budget
 
@@ -297,7 +295,6 @@ def log_result(
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> tuple[str, str]:
-        """Status and line, by the rows that there are."""
         *_, last = [None, *read_results(path)]
         if last and last["dataset"] != dataset:
             print(f"{path.name}: the row before is on {last['dataset']}, this one on {dataset}: they do not compare")
@@ -319,7 +316,7 @@ def log_result(
 
 @contextmanager
 def locked(path: Path) -> Iterator:
-    """The log, open at its end; nobody else writes to it meanwhile."""
+    """The log, open at its end, while nobody else writes to it."""
     while True:
         with open(path, "a+b", buffering=0) as file:
             if not lock(file, patience=60):
@@ -330,7 +327,7 @@ def locked(path: Path) -> Iterator:
 
 
 def append_row(file, line: str) -> None:
-    """Appends all of the line, on disk, or nothing."""
+    """Appends the whole line or nothing."""
     header = "\t".join(COLUMNS).encode()
     file.seek(0)
     text = file.read()
@@ -393,8 +390,8 @@ GPUS = {
     "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
     "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. For Hopper and B200: the datasheet's figure
-# divided by the highest clock, which is above the clock that the datasheet assumes.
+# FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Hopper and B200: the datasheet's FLOP/s
+# divided by the highest clock, which is above the one that the datasheet assumes.
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
@@ -425,8 +422,7 @@ def this_gpu() -> GPU:
 
 
 def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device of a run, and the GPU whose numerics and size it takes: this machine's or the one named, with
-    numerics that this machine has, too."""
+    """The torch device, and the GPU whose size and numerics a run takes, as far as this machine has them."""
     import torch
 
     if name == "cpu" or not torch.cuda.is_available():
@@ -442,7 +438,7 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def gpu_name() -> str:
-    """What the gpu column calls this machine's GPU. A Hopper without FlashAttention-3 is slower, so another kind."""
+    """For the gpu column. A Hopper without FlashAttention-3 is slower, so another kind."""
     import torch
 
     if not torch.cuda.is_available():
@@ -474,12 +470,12 @@ def load_fa3() -> Callable:
 
 
 def start_compiler() -> None:
-    """Starts Inductor's processes, which get ready while the model is built, and changes five of PyTorch's defaults.
+    """Starts Inductor's workers while the model is built, and changes five of PyTorch's defaults.
 
-    Inductor would time several configurations of each reduction over short rows and two of most other kernels, and pad
-    GEMMs: 6, 2 and 1 s of a start on an H200, for nothing faster. It would read the rows of an RMSNorm several times
-    where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd would not cache a
-    graph with a custom autograd function.
+    By default Inductor times several configurations of each reduction over short rows, two of most other kernels, and
+    padded GEMMs: 6, 2 and 1 s of a start on an H200, for nothing faster. It reads the rows of an RMSNorm several times
+    where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd does not cache graphs
+    with custom autograd functions.
     """
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
@@ -504,11 +500,11 @@ def start_compiler() -> None:
 
 # ------------------------------------------------------------------------------------------------------------------ run
 def run(train: Callable, build_model: Callable) -> None:
-    """Runs an experiment from the command line: train.py ends by handing its functions to this one.
+    """Runs an experiment from the command line.
 
     train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
     numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
-    a dataclass of numbers, `seq_len` and `device_batch_size` among them; model(x) gives logits (B, T, V).
+    a dataclass with `seq_len` and `device_batch_size`; model(x) gives logits (B, T, V).
     """
     import torch
 
@@ -541,7 +537,7 @@ def run(train: Callable, build_model: Callable) -> None:
 
 
 def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
-    """Trains, evaluates, logs the row and prints the summary; returns the model. However it ends, there is one row."""
+    """Trains, scores, logs and prints the summary; returns the model. However it ends, there is one row."""
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
@@ -574,11 +570,11 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         "training_seconds": f"{seconds:.1f}",
         "total_seconds": f"{total:.1f}",
         "peak_vram_mb": f"{memory / 2**20:.1f}",
-        "mfu_percent": numbers.pop("mfu_percent", "0.00"),
+        "mfu_percent": "0.00",
         "total_tokens_M": f"{tokens_M:.1f}",
         "num_steps": clock.steps,
         "num_params_M": f"{num_params(model) / 1e6:.1f}",
-        "depth": numbers.pop("depth", "?"),
+        "depth": "?",
         "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
         "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
         "eval_seconds": f"{eval_seconds:.1f}",
@@ -592,7 +588,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
 
 
 class LogEntry:
-    """This run's row. Reads at the start what another commit or prepare.py could change meanwhile."""
+    """This run's row. Made at the start: commits and datasets may change meanwhile."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
         by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
@@ -637,8 +633,8 @@ def on_signal(number, frame):
 
 
 def crash_reason(error: BaseException) -> str:
-    """A few words for the crash row: `out of memory`, `NaN at step 40`, `RuntimeError line 182, called from line 240`.
-    Of train.py's lines, the innermost two: where a shape is wrong, one is Linear.forward's, the other was edited."""
+    """`out of memory`, `NaN at step 40`, `RuntimeError line 182, called from line 240`: train.py's two innermost lines,
+    as a wrong shape is found in Linear.forward, but was made by its caller."""
     if isinstance(error, SystemExit):
         return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
@@ -660,7 +656,7 @@ def process_seconds() -> float:
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def save_weights(model) -> None:
-    """Writes the weights, with the config as metadata. A full disk costs the file, not the run."""
+    """Writes weights and config. A full disk costs the file, not the run."""
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
@@ -710,7 +706,7 @@ def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256,
 
 
 def print_sample(model, tokenizer: Tokenizer, seed: int) -> None:
-    """A few lines that the model writes; indented, so that none looks like one of the summary."""
+    """A few lines that the model writes, indented: none looks like one of the summary."""
     try:
         text = sample(model, tokenizer, "", seed, tokens=128, seconds=1.5)
         words = "".join(c if c.isprintable() else " " for c in text).split()

@@ -209,13 +209,13 @@ def night(new_clone) -> tuple[Clone, list[Run]]:
     """An experiment, a worse one, a better one."""
     clone = new_clone()
     runs = [clone.run()]
-    edits = {
-        'learn\t"nothing"': "train.MATRIX_LR = train.EMBEDDING_LR = 0",
-        "take five times the steps": "clock_goes(0.4)",
-    }
-    for subject, edit in edits.items():
+    learn_nothing = "train.MATRIX_LR = train.EMBEDDING_LR = 0"
+    for subject, args, edit in (
+        ('learn\t"nothing"', ["--seed", "43"], learn_nothing),
+        ("take more steps", [], "clock_goes(0.4)"),
+    ):
         clone.commit(subject)
-        runs.append(clone.run("--seed", "43" if "learn" in subject else "42", edit=edit))
+        runs.append(clone.run(*args, edit=edit))
     return clone, runs
 
 
@@ -258,11 +258,8 @@ def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
 def test_rows_keep_the_best_so_far_and_name_the_commit(night):
     clone, runs = night
     assert clone.statuses == ["keep", "discard", "keep"]
-    assert [row["description"] for row in clone.rows] == [
-        "baseline",
-        "learn 'nothing', seed 43",
-        "take five times the steps",
-    ]
+    descriptions = ["baseline", "learn 'nothing', seed 43", "take more steps"]
+    assert [row["description"] for row in clone.rows] == descriptions
     assert [row["commit"] for row in clone.rows] == clone.git("log", "--reverse", "--abbrev=7", "--format=%h").split()
     for row, run in zip(clone.rows, runs, strict=True):
         assert (f"{row['val_bpb']:.6f}", row["status"]) == (run.summary["val_bpb"], run.summary["status"])
@@ -336,20 +333,11 @@ UNLOGGED = {  # arguments, the first words, the status
 }
 
 
-@pytest.fixture(scope="module")
-def unlogged(new_clone) -> dict[str, tuple[Clone, Run]]:
-    def job(args: list[str]) -> tuple[Clone, Run]:
-        clone = new_clone()
-        return clone, clone.run(*args)
-
-    return two_at_a_time({name: lambda args=args: job(args) for name, (args, *_) in UNLOGGED.items()})
-
-
 @pytest.mark.parametrize("name", UNLOGGED)
-def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(unlogged, name):
-    clone, run = unlogged[name]
-    assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
+def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(clone, name):
     args, first_words, reason = UNLOGGED[name]
+    run = clone.run(*args)
+    assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
     assert run.summary["status"] == f"not logged: {reason}" and run.out.startswith(f"{first_words}, corpus-"), run
     if "20" in args:
         assert 15 < float(run.summary["training_seconds"]) < 24
@@ -420,70 +408,37 @@ def line_of(text: str) -> int:
 
 
 LINE = f" line {line_of(LOOP)}"
-FAULTS = {  # edit, last line on stderr, reason in the row
-    "nan": ("at_step(20, lambda loss: loss * math.nan)", "^train.py: NaN at step 20$", "NaN at step 20"),
-    "inf": ("at_step(1, lambda loss: loss * math.inf)", "^train.py: loss inf at step 1$", "loss inf at step 1"),
-    "explosion": ("at_step(20, lambda loss: loss * 1e4)", r"^train.py: loss \S+ at step 20$", r"loss \S+ at step 20"),
-    "out of memory": (
-        "at_step(5, lambda _: fail(torch.OutOfMemoryError('CUDA out of memory')))",
-        "out of memory",
-        "out of memory",
-    ),
-    "out of host memory": ("at_step(5, lambda _: torch.empty(2**60))", "memory", "out of memory"),
-    "GPU lost": (
-        "at_step(5, lambda _: fail(torch.AcceleratorError('CUDA error: device lost')))",
-        "device lost",
-        f"AcceleratorError{LINE}",
-    ),
-    "evaluation": (
-        "replace(harness, 'evaluate_bpb', lambda *_: fail(ValueError('no bytes')))",
-        "ValueError: no bytes",
-        "ValueError",
-    ),
-    "val_bpb of nan": (
-        "replace(harness, 'evaluate_bpb', lambda *_: math.nan)",
-        "^train.py: val_bpb is nan$",
-        "val_bpb is nan",
-    ),
-    "cache gone": (
-        "at_step(5, lambda loss: shutil.rmtree(prepare.cache_dir()) or loss)",
-        "run `?(python )?prep",
-        ".*run `?(python )?prep.*",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def lost(new_clone, prepared, tmp_path_factory) -> dict[str, tuple[Clone, Run]]:
-    def job(edit: str) -> tuple[Clone, Run]:
-        clone = new_clone(shutil.copytree(prepared, tmp_path_factory.mktemp("cache") / "cache"))
-        return clone, clone.run(edit=edit)
-
-    return two_at_a_time({name: lambda edit=edit: job(edit) for name, (edit, *_) in FAULTS.items()})
+SCORE = "replace(harness, 'evaluate_bpb', lambda *_: {}) or loss"
+FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reason in the row
+    "nan": ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
+    "inf": ("loss * math.inf", "^train.py: loss inf at step 5$", "loss inf at step 5"),
+    "explosion": ("loss * 1e4", r"^train.py: loss \S+ at step 5$", r"loss \S+ at step 5"),
+    "memory": ("fail(torch.OutOfMemoryError('CUDA out of memory'))", "out of memory", "out of memory"),
+    "host memory": ("torch.empty(2**60)", "memory", "out of memory"),
+    "GPU lost": ("fail(torch.AcceleratorError('CUDA error'))", "CUDA error", f"AcceleratorError{LINE}"),
+    "cache gone": ("shutil.rmtree(prepare.cache_dir()) or loss", "^train.py: .*run.*prepare", ".*run.*prepare.*"),
+    "score fails": (SCORE.format("fail(ValueError('no bytes'))"), "ValueError: no bytes", "ValueError"),
+    "score is NaN": (SCORE.format("math.nan"), "^train.py: val_bpb is nan$", "val_bpb is nan"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(lost, night, name):
-    clone, run = lost[name]
+def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, prepared, tmp_path, name):
+    fault, message, reason = FAULTS[name]
+    clone = new_clone(shutil.copytree(prepared, tmp_path / "cache"))
+    run = clone.run(edit=f"at_step(5, lambda loss: {fault})")
     lines = run.err.splitlines()
-    assert run.code == 1 and re.search(FAULTS[name][1], lines[-1]), run
-    assert len(lines) == 1 or lines[0].startswith("Traceback"), run
+    assert run.code == 1 and re.search(message, lines[-1]), run
+    assert len(lines) == 1 or (lines[0].startswith("Traceback") and message[0] != "^"), run
     assert "val_bpb:" not in run.out and not clone.left_over
     assert clone.statuses == ["crash"]
-    assert re.fullmatch(rf"baseline \[{FAULTS[name][2]}\]", clone.rows[0]["description"])
-    crash = {"val_bpb": 0.0, "memory_gb": 0.0, "gpu": "cpu"}
-    assert clone.rows[0].items() >= crash.items() and clone.rows[0]["dataset"] == night[0].rows[0]["dataset"]
+    assert re.fullmatch(rf"baseline \[{reason}\]", clone.rows[0]["description"])
+    crash = {"val_bpb": 0.0, "memory_gb": 0.0, "gpu": "cpu", "dataset": (prepared / "current").read_text().strip()}
+    assert clone.rows[0].items() >= crash.items()
 
 
-def test_a_lost_loss_needs_no_traceback(lost):
-    assert all(lost[name][1].ends_in_one_line() for name in ("nan", "inf", "explosion"))
-
-
-MLP, CALL, HEAD_DIM = (
-    "self.c_proj(leaky_relu_squared(self.c_fc(x)))",
-    "x = x + self.mlp(h)",
-    "config.n_embd % config.head_dim",
-)
+MLP, CALL = "self.c_proj(leaky_relu_squared(self.c_fc(x)))", "x = x + self.mlp(h)"
+HEAD_DIM = "config.n_embd % config.head_dim"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
@@ -514,29 +469,18 @@ PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evalua
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.fixture(scope="module")
-def interrupted(new_clone) -> dict[tuple[str, int], tuple[Clone, Run]]:
-    """Runs that never leave a phase and are interrupted within half a second."""
-
-    def job(phase: str, number: int) -> tuple[Clone, Run]:
-        clone = new_clone()
-        run = clone.start(edit=f"forever({PHASES[phase]})")
-        give_up = time.monotonic() + 300
-        while "here\n" not in run.out:
-            assert time.monotonic() < give_up, run
-            time.sleep(0.01)
-        time.sleep(random.Random(phase).uniform(0, 0.5))
-        os.kill(run.process.pid, number)
-        return clone, run.wait()
-
-    cases = [(phase, number) for phase in PHASES for number in SIGNALS]
-    return two_at_a_time({case: lambda case=case: job(*case) for case in cases})
-
-
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("phase", PHASES)
-def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(interrupted, phase, number):
-    clone, run = interrupted[phase, number]
+def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number):
+    """The run never leaves the phase, and is interrupted within half a second."""
+    run = clone.start(edit=f"forever({PHASES[phase]})")
+    give_up = time.monotonic() + 300
+    while "here\n" not in run.out:
+        assert time.monotonic() < give_up, run
+        time.sleep(0.01)
+    time.sleep(random.Random(phase).uniform(0, 0.5))
+    os.kill(run.process.pid, number)
+    run.wait()
     assert run.code == 128 + number and clone.statuses == ["crash"] and not clone.left_over, run
     reason = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed"}[number]
     assert clone.rows[0]["description"] == f"baseline [{reason}]"
@@ -650,44 +594,28 @@ replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*ar
 
 # What cannot start
 
-REFUSED = {
-    "no data": ([], "none", r"run `python prepare\.py` first"),
-    "damaged shard": (
-        [],
-        "damaged",
-        r"train_00001\.bin: .*; delete it and train_shards there, and run prepare\.py as before",
-    ),
-    "unknown GPU": (["--gpu", "T5"], "whole", r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
-    "no weights": (
-        ["--sample", "Once"],
-        "whole",
-        r"^train\.py: no model\.safetensors yet: run python train\.py --save first",
-    ),
-    "no weights, empty text": (["--sample", ""], "whole", r"^train\.py: no model\.safetensors yet"),
-    "no time": (["--seconds", "0"], "whole", "give more than 0"),
-    "no tokens": (["--tokens", "0"], "whole", "give more than 0"),
+REFUSED = {  # arguments, the line
+    "no data": ([], r"run `python prepare\.py` first"),
+    "damaged shard": ([], r"train_00001\.bin: .*; delete it and train_shards there, and run prepare\.py as before"),
+    "unknown GPU": (["--gpu", "T5"], r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
+    "no weights": (["--sample", "Once"], r"^train\.py: no model\.safetensors yet: run python train\.py --save first"),
+    "no weights, empty text": (["--sample", ""], r"^train\.py: no model\.safetensors yet"),
+    "no time": (["--seconds", "0"], "give more than 0"),
+    "no tokens": (["--tokens", "0"], "give more than 0"),
 }
 
 
-@pytest.fixture(scope="module")
-def refused(new_clone, prepared, tmp_path_factory) -> dict[str, tuple[Clone, Run]]:
-    caches = tmp_path_factory.mktemp("caches")
-    for name in ("whole", "damaged"):
-        shutil.copytree(prepared, caches / name)
-    (shard,) = (caches / "damaged").rglob("train_00001.bin")
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-    def job(args: list[str], cache: str, _) -> tuple[Clone, Run]:
-        clone = new_clone(caches / cache)
-        return clone, clone.run(*args)
-
-    return two_at_a_time({name: lambda case=case: job(*case) for name, case in REFUSED.items()})
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(refused, name):
-    clone, run = refused[name]
-    assert run.ends_in_one_line() and re.search(REFUSED[name][-1], run.err), run
+def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(clone, prepared, tmp_path, name):
+    args, line = REFUSED[name]
+    if name == "no data":
+        clone.cache = tmp_path
+    if name == "damaged shard":
+        clone.cache = shutil.copytree(prepared, tmp_path / "cache")
+        (shard,) = clone.cache.rglob("train_00001.bin")
+        shard.write_bytes(shard.read_bytes()[:-1])
+    run = clone.run(*args)
+    assert run.ends_in_one_line() and run.out == "" and re.search(line, run.err), run
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
 
 
@@ -814,9 +742,8 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tm
     assert harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0)).config == train.Config(**config)
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     STRANGERS[name](harness.WEIGHTS, load_file(good), config)
-    with pytest.raises(
-        prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run python train.py --save again$"
-    ) as error:
+    line = r"^model\.safetensors does not fit .*: run python train.py --save again$"
+    with pytest.raises(prepare.PrepareError, match=line) as error:
         harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0))
     assert "\n" not in str(error.value)
 
