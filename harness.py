@@ -656,11 +656,12 @@ def process_seconds() -> float:
 
 # ------------------------------------------------------------------------------------------------------------- weights
 def save_weights(model) -> None:
-    """Writes weights and config. A full disk costs the file, not the run."""
+    """Writes weights, in half precision, and config. A full disk costs the file, not the run."""
+    import torch
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)

@@ -380,8 +380,9 @@ SECTIONS = [
         ("cache_key_tag = str(BACKENDS)", "cache_key_tag = str(BACKENDS[2:])"),
         ("config.full_heads * (i % 4 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
-    ("Weights and text", "harness.py", ["test_run.py", "-k", "saved or a_kill or sample or writ or wrote"], [
-        ("tensor.contiguous() for", "tensor for"),
+    ("Weights and text", "harness.py", ["test_run.py", "-k", "saved or a_kill or too_full or sample or writ or wrote"], [
+        ("else t).contiguous() for", "else t) for"),
+        ("t.half() if t.dtype == torch.float32 else t", "t"),
         ("save_file(state, part, {", "save_file(state, WEIGHTS, {"),
         ("        part.unlink(missing_ok=True)\n", "        pass\n"),
         ("if args.save:", "if True:"),

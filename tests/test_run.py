@@ -622,8 +622,7 @@ def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(clone, prepare
 def test_sequences_longer_than_the_text_are_one_line_and_a_crash_row(clone, tmp_path):
     """A row, for it may be the experiment that asked for them."""
     (tmp_path / "short").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "short" / name).write_text("a few words<|endoftext|>and a few more")
+    (tmp_path / "short" / "a.txt").write_text("<|endoftext|>".join(f"words a{i}" for i in range(16)))
     clone.cache = tmp_path / "cache"
     run_prepare("--data", tmp_path / "short", cache=clone.cache)
     run = clone.run()
@@ -742,7 +741,7 @@ def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tm
     assert "\n" not in str(error.value)
 
 
-def test_saved_weights_are_the_models(tmp_path, monkeypatch):
+def test_saved_weights_are_the_models_in_fp16_also_those_that_an_edit_ties_or_transposes(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
@@ -751,7 +750,9 @@ def test_saved_weights_are_the_models(tmp_path, monkeypatch):
         torch.nn.init.normal_(p, std=0.1)
     for block in model.blocks:
         block.experts.bias.copy_(torch.tensor([-1.0, 1.0]))  # without it tokens would find other experts
-    train.make_optimizer(model)  # from now on, matrices are views, wide ones with another layout
+    model.lm_head.weight = model.embed.weight
+    mlp = model.blocks[0].mlp.c_proj.weight
+    mlp.data = mlp.data.mT.contiguous().mT
     before = [p.clone() for p in model.parameters()]
     harness.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
@@ -759,7 +760,7 @@ def test_saved_weights_are_the_models(tmp_path, monkeypatch):
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=1e-5)
+        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0.02)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors"}
 
 
