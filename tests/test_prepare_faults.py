@@ -57,7 +57,7 @@ def bad_parquet(folder: Path, content) -> None:
         (([1, 2],), ["--data", "{}/bad"], "rename its text column"),
         (b"PAR1 is not enough", ["--data", "{}/bad"], "delete or replace it"),
         (b"", ["--data", "{}/bad"], "delete or replace it"),
-        ((["one document", "and another"],), ["--data", "{}/bad"], "give it more text"),
+        ((["one document", "and another"],), ["--data", "{}/bad"], "give more text"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, c
     (tmp_path / "a file").touch()
     cache = cache.format(tmp_path)
     run = run_prepare("--data", corpus, cache=cache)
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "--cache" in run.stderr, run.stderr
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "set AUTORESEARCH_CACHE" in run.stderr, run.stderr
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
