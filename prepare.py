@@ -7,7 +7,7 @@ Grown out of karpathy/autoresearch's prepare.py, whose train.py runs on it uncha
     python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders
 
 The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds a folder per dataset and `current`, the name of the
-last one prepared; `.dataset` beside this file names this clone's. An interrupted run can be continued.
+last one prepared; `.dataset` beside this file names this clone's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-# torch, pyarrow, huggingface_hub and rustbpe take seconds to import: each is imported where it is used
+# torch, pyarrow, huggingface_hub and rustbpe take seconds to import, so each is imported where it is used
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
@@ -49,8 +49,8 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters the tokenizer learns from, in all and per document. On held-out English 4 / 16 / 66 / 155 M give
-# 3.881 / 3.917 / 3.924 / 3.926 bytes per token and take 0.4 / 1.1 / 4.2 / 9.0 s on two cores.
+# Characters the tokenizer learns from, in all and per document. On held-out English 16 / 66 / 155 M give
+# 3.917 / 3.924 / 3.926 bytes per token and take 1.1 / 4.2 / 9.0 s on two cores.
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # names the dataset of this clone, a folder in the cache
@@ -99,7 +99,6 @@ class TokenStream:
     """The token shards of a split as one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
-        assert split in ("train", "val", "test"), f"split is train, val or test, not {split}"
         count = read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{tokenizer.directory} is not prepared to the end: run prepare.py as before")
@@ -121,11 +120,8 @@ class TokenStream:
 
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target.
-
-    Every run with the same T sees the same text in the same order, whatever its --seed. RandomState, as NumPy keeps its
-    streams the same for ever.
-    """
+    """Endless (start, epoch) of windows of T inputs and one more target. The order depends on T alone, not on --seed.
+    RandomState's streams are frozen, those of default_rng are not."""
     random = np.random.RandomState(1)
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
@@ -165,12 +161,13 @@ def current_dataset() -> Path:
     name = read(DATASET) or read(cache_dir() / "current")
     if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (cache_dir() / name).is_dir():
         return cache_dir() / name
-    wanted = f" as {name!r:.99}, this clone's dataset" if read(DATASET) else ""
-    raise PrepareError(f"no data prepared in {cache_dir()}{wanted}: run `python prepare.py` first, with its --data")
+    raise PrepareError(
+        f"no data prepared as {name!r:.99} in {cache_dir()}: run `python prepare.py` first, with its --data"
+    )
 
 
 def adopt_dataset(directory: Path) -> None:
-    """Makes it this clone's dataset if there is none yet, so that no other clone's prepare.py can change it."""
+    """Makes it this clone's dataset if the clone has none, so that other clones cannot change it."""
     with suppress(OSError), open(DATASET, "x") as file:
         file.write(directory.name)
 
@@ -184,9 +181,9 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """A binary file that gets its name only when the block ends without an error and all is on disk."""
+    """A binary file that gets its name once it is whole and on disk."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # an interrupted run's, or a stranger's link to elsewhere
+    temporary.unlink(missing_ok=True)  # left by an interrupted run, or a stranger's link
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -221,7 +218,7 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         self.ranks, self.bos_token_id = ranks, specials[SPECIAL_TOKENS[0]]
         self.fingerprint = fingerprint  # its shards carry it
-        self.directory = directory  # of its shards, even if another dataset becomes current during a run
+        self.directory = directory  # where its shards are
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
@@ -232,7 +229,7 @@ class Tokenizer:
             ranks = {base64.b64decode(line.partition(b" ")[0]): i for i, line in enumerate(data.splitlines())}
             every_byte = {bytes([byte]) for byte in range(256)}
             if cls.dump(ranks) != data or b"" in ranks or not every_byte <= ranks.keys() or len(ranks) > 65000:
-                raise ValueError("not distinct tokens, each on the line of its rank, every byte among them")
+                raise ValueError("damaged")
         except (OSError, ValueError) as error:
             raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py as before") from None
         fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
@@ -246,14 +243,13 @@ class Tokenizer:
     def train(texts: Iterable[str], path: Path) -> None:
         import rustbpe
 
-        start = time.perf_counter()
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])}
         with new_file(path) as file:
             file.write(Tokenizer.dump(ranks))
-        print(f"tokenizer: trained in {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"tokenizer: {len(ranks)} tokens", flush=True)
 
     def get_vocab_size(self) -> int:
         return self.encoding.n_vocab
@@ -262,8 +258,7 @@ class Tokenizer:
         return self.bos_token_id
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Token ids of a text, or a list of them per text, after `prepend`: id or name of a special token. Such a name
-        inside a text is ordinary text."""
+        """Token ids of a text, or a list of them per text, after `prepend`, the id or name of a special token."""
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -275,7 +270,7 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
     def token_bytes(self) -> list[int]:
-        """Raw bytes per token, 0 for special ones. decode() would turn part of a character into 3 bytes."""
+        """Raw bytes per token, 0 for special ones."""
         return [len(token) for token in self.ranks] + [0] * len(SPECIAL_TOKENS)
 
 
@@ -299,12 +294,9 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         data = np.memmap(path, "<u2", "r")
         magic, n, tokenizer, checksum = HEADER.unpack_from(data)
         tokens = data[HEADER.size // 2 :]
-        if (magic, tokenizer) != (MAGIC, fingerprint):
-            raise ValueError("not a token shard, or made by another tokenizer")
-        if not 0 < n == len(tokens):
-            raise ValueError(f"{data.nbytes} bytes do not hold {n} tokens")
-        if verify and hashlib.sha256(tokens).digest() != checksum:
-            raise ValueError("damaged tokens")
+        whole = (magic, tokenizer, n) == (MAGIC, fingerprint, len(tokens)) and n > 0
+        if not whole or (verify and hashlib.sha256(tokens).digest() != checksum):
+            raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
         remedy = "delete it and train_shards there, and run prepare.py as before"
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
@@ -318,7 +310,7 @@ def shard_name(split: str, i: int = 0) -> str:
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Such as `climbmix-1a2b3c4d`: name, and a hash of all tokens of train and val. Compare results only within one."""
+    """Such as `climbmix-1a2b3c4d`, with a hash of all tokens of train and val. Compare results only within one."""
     tokenizer = Tokenizer.from_directory(directory)
     checksums = TokenStream(tokenizer, "train").checksums + TokenStream(tokenizer, "val").checksums
     return f"{tokenizer.directory.name.partition('@')[0]}-{hashlib.sha256(b''.join(checksums)).hexdigest()[:8]}"
@@ -335,21 +327,19 @@ Files = Iterable[tuple[str, Iterable[str]]]  # each file of a dataset: its name,
 
 
 def find_source(data: str) -> tuple[str, Callable[[int | None], Files]]:
-    """The dataset's name, and its files as a function of the number of train shards (None: all). The name depends on
-    the text and on every constant that shapes the tokens."""
+    """A dataset's name, which depends on text and constants, and its files by number of train shards (None: all)."""
     if data in HUB:
         label, contents, files = data, HUB[data], lambda n: read_parts(hub_parts(data, n), HUB[data])
     elif data == "embedded":
         label, contents, files = data, sys.version_info, lambda n: read_parts(embedded_parts())
     else:
         label, contents, files = find_folder(Path(data).resolve())
-    shape = [MAGIC, VOCAB_SIZE, EVAL_TOKENS, SPLIT_PATTERN, SPECIAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS]
-    shape += [SHARD_CHARS, contents]
-    return f"{label}@{hashlib.sha256(repr(shape).encode()).hexdigest()[:8]}", files
+    sizes = [VOCAB_SIZE, EVAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS, SHARD_CHARS]
+    shape = repr([MAGIC, SPLIT_PATTERN, SPECIAL_TOKENS, sizes, contents])
+    return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", files
 
 
 def find_folder(folder: Path) -> tuple[str, list, Callable[[int | None], Files]]:
-    """A folder's label, what its text depends on, and its files as above."""
     if not folder.is_dir():
         raise PrepareError(f"--data {folder} is no folder, and none of {', '.join(SOURCES)}: check the spelling")
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".parquet", ".txt") and path.is_file()]
@@ -380,7 +370,7 @@ def hub_parts(data: str, num_shards: int) -> list[Part]:
 
 
 def embedded_parts() -> list[Part]:
-    """The source of this Python's standard library: the last 5% for validation, the 5% before for test."""
+    """This Python's standard library: the last 5% validate, the 5% before test."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     count = sum(1 for _ in documents(stdlib))
     test, val = count - 2 * (count // 20), count - count // 20
@@ -388,7 +378,7 @@ def embedded_parts() -> list[Part]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]:
-    """A folder with climbmix's file names: VAL_FILE validates; TEST_FILE tests, without one the last 5% of train."""
+    """VAL_FILE validates; TEST_FILE tests, without one the last 5% of train."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -398,7 +388,7 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]
 
 
 def read_parts(parts: list[Part], repo: str = "") -> Files:
-    """The tokenizer learns from the first train shard, so that it does not depend on their number."""
+    """The tokenizer learns from the first train shard alone, so it does not depend on their number."""
     names = [shard_name("test"), shard_name("val"), *(shard_name("train", i) for i in range(len(parts) - 2))]
     names, parts, arriving = ["tokenizer.txt", *names], [parts[2], *parts], {}
 
@@ -414,7 +404,7 @@ def read_parts(parts: list[Part], repo: str = "") -> Files:
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
-    """Any other folder: the hash of its text decides whether a document is among the 5% for val or the 5% for test."""
+    """By the hash of its text, a document is among the 5% for validation, the 5% for test, or the rest."""
 
     def hashed() -> Iterator[tuple[bytes, str]]:
         for text in filter(None, itertools.chain.from_iterable(map(documents, paths))):
@@ -439,7 +429,7 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
 
 
 def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
-    """Cuts texts into lists, each of which ends as soon as it holds so many characters."""
+    """Texts in lists, each of which ends as soon as it holds so many characters."""
     batch, size = [], 0
     for text in texts:
         batch.append(text)
@@ -455,7 +445,7 @@ def documents(path: Path) -> Iterator[str | None]:
     """All texts of a file in order; in a parquet file some may be empty."""
     if path.suffix == ".parquet":
         yield from parquet_column(path)
-    elif path.is_dir():  # Python modules, in the order of hashes so that each split gets all kinds
+    elif path.is_dir():  # Python modules, in the order of their names' hashes
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
@@ -479,8 +469,10 @@ def parquet_column(path: Path) -> Iterator[str | None]:
             for batch in file.iter_batches(256, columns=["text"]):
                 yield from batch.column(0).to_pylist()
     except Exception as error:
-        problem = f"{path} is damaged, or no parquet file with a column `text` of strings ({one_line(error)})"
-        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
+        remedy = "delete or replace it, or rename its text column to `text`"
+        raise PrepareError(
+            f"{path} has no column `text` of strings, or is damaged ({one_line(error)}): {remedy}"
+        ) from None
 
 
 def one_line(error: BaseException) -> str:
@@ -488,7 +480,8 @@ def one_line(error: BaseException) -> str:
 
 
 # ---- Download
-ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s in between
+ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s
+ELSEWHERE = "set HF_ENDPOINT to a mirror, or give --data DIR"
 
 
 class Unreachable(PrepareError):
@@ -496,8 +489,7 @@ class Unreachable(PrepareError):
 
 
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Downloads the missing ones of `paths` in turn in a thread: a future for each. Raises Unreachable if the hub gives
-    no answer, not even an error, in 6 s."""
+    """A future for each missing path, downloaded in turn in a thread. Raises Unreachable without any answer in 6 s."""
     futures = {path: Future() for path in paths if not path.exists()}
     if not futures:
         return {}
@@ -520,13 +512,12 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
             except Exception as error:
                 future.set_exception(error)
 
-    # a daemon: neither Ctrl-C nor the end of the process waits for it, and looking up a name has no timeout
+    # a daemon, so the process can end without it; looking up a name has no timeout
     threading.Thread(target=work, daemon=True).start()
     try:
         reached.result(timeout=6)
     except Exception as error:
-        remedy = "go online, set HF_ENDPOINT to a mirror, or give --data DIR"
-        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): {remedy}") from None
+        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): go online, {ELSEWHERE}") from None
     return futures
 
 
@@ -548,8 +539,7 @@ def download(path: Path, hub: dict[str, str]) -> None:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
-            remedy = "run again, set HF_ENDPOINT to a mirror, or give --data DIR"
-            raise PrepareError(f"{path.name} of {hub['repo_id']}: {one_line(cause)}; {remedy}")
+            raise PrepareError(f"{path.name} of {hub['repo_id']}: {one_line(cause)}; run again, {ELSEWHERE}")
         print(f"{path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
@@ -570,9 +560,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     except Unreachable as error:
         if data or own:
             raise
-        print(error)
-        print("NO NETWORK: for the time being, text is the source of this Python's standard library (--data embedded).")
-        print("Its val_bpb compares with no other.")
+        print(f"{error}\nNO NETWORK: this Python's standard library has to do. Its val_bpb compares with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)
@@ -580,7 +568,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 
 
 def make(data: str, num_shards: int | None) -> Path:
-    """Makes what is missing of a dataset and names it in `current`. Each number of shards is a dataset of its own."""
+    """Prepares a dataset and names it in `current`. Each number of shards is a dataset of its own."""
     name, files = find_source(data)
     have = 0  # train shards of it in the current dataset
     with suppress(PrepareError):
@@ -631,7 +619,7 @@ def is_ready(directory: Path) -> bool:
 
 
 def build(directory: Path, files: Files, siblings: list[Path]) -> None:
-    """Makes what is missing, or links it from a sibling: the same dataset with another number of shards."""
+    """Makes or links what is missing. Siblings are the same dataset with other numbers of shards."""
     directory.mkdir(exist_ok=True)
     train_shards = 0
     for name, texts in files:
@@ -660,11 +648,11 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
     def encode(batch: list[str]) -> np.ndarray:
         ids = []
         for text in batch:
-            pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # the regex overflows on 10^6 spaces
+            pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # 10^6 spaces overflow the regex
             ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
         return np.concatenate(ids).astype("<u2")
 
-    start, n, checksum, waiting = time.perf_counter(), 0, hashlib.sha256(), batches(texts, 2**18)
+    n, checksum, waiting = 0, hashlib.sha256(), batches(texts, 2**18)
     with new_file(path) as file, ThreadPoolExecutor(workers) as pool:
         file.seek(HEADER.size)
         # only a few batches ahead, as a dataset may not fit into memory
@@ -675,17 +663,17 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
                     checksum.update(tokens)
                     n += len(tokens)
         if n == 0:
-            raise PrepareError(f"no text for {path.name}: ask for fewer --num-shards, give more, or remove empty files")
+            raise PrepareError(f"no text for {path.name}: ask for fewer --num-shards, or give more text")
         file.seek(0)
         file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
-    print(f"{path.stem}: {n / 1e6:.1f} M tokens in {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{path.stem}: {n / 1e6:.1f} M tokens", flush=True)
 
 
 # ---- Main
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepares the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume on this GPU)")
+    parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     try:
@@ -699,9 +687,7 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(
-            f"{one_line(error)}: if the disk is full, free some space, or set AUTORESEARCH_CACHE to another folder"
-        )
+        sys.exit(f"{one_line(error)}: free some space, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
 

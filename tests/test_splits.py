@@ -457,6 +457,34 @@ def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
     assert prepare.prepare(num_shards=1).name.endswith("x1")
 
 
+def test_a_gpu_without_network_gets_by_with_the_shards_that_are_there(climbmix, capsys, monkeypatch):
+    """Unless a number was asked for, or they are damaged."""
+    first = prepare.prepare("climbmix", 1)
+    shutil.rmtree(climbmix / "climbmix")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    for data in (None, "climbmix"):
+        prepare.DATASET.unlink(missing_ok=True)
+        capsys.readouterr()
+        assert prepare.prepare(data) == prepare.prepare() == prepare.current_dataset() == first
+        assert prepare.DATASET.read_text() == first.name
+        assert capsys.readouterr().out.count("mirror, or give --data DIR; until then 1 of 10 shards have to do\n") == 2
+    with pytest.raises(prepare.Unreachable):
+        prepare.prepare(num_shards=2)
+    (first / "train_00000.bin").unlink()
+    (climbmix / f"{first.name}0" / "train_00000.bin").unlink()  # linked
+    with pytest.raises(prepare.Unreachable):
+        prepare.prepare()
+
+
+def test_torch_is_loaded_only_to_find_the_number_of_shards(climbmix, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is loaded')")
+    for args, loaded in (["--num-shards", 1], False), ([], True), (["--num-shards", 12], False), ([], False):
+        run = run_prepare(*args, cache=climbmix, PYTHONPATH=str(tmp_path))
+        assert ("torch is loaded" in run.stderr) == loaded == (run.returncode != 0), run
+
+
 def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path):
     """Whatever the other one prepares: another folder, other shards, another constant."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -489,7 +517,7 @@ def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp
     assert prepare.prepare() == first  # with no GPU
     shutil.rmtree(first)
     with pytest.raises(
-        PrepareError, match=rf"as '{first.name}', this clone's dataset: run `python prepare\.py` first, with its --data"
+        PrepareError, match=rf"as '{first.name}' in .*: run `python prepare\.py` first, with its --data"
     ):
         prepare.current_dataset()
     own = prepare.prepare(str(write_texts(tmp_path / "folder", numbered(0, 100))))
