@@ -57,7 +57,7 @@ DATASET = Path(__file__).resolve().with_name(".dataset")  # names the dataset of
 
 
 class PrepareError(Exception):
-    """An error for people: one line that names the remedy."""
+    """One line for people, with the remedy."""
 
 
 # ---- Metric
@@ -102,7 +102,7 @@ class TokenStream:
         count = read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{tokenizer.directory} is not prepared to the end: run prepare.py as before")
-        names = [shard_name(split, i) for i in range(int(count) if split == "train" else 1)]
+        names = [SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shard stays an open file
         shards = [open_shard(tokenizer.directory / name, tokenizer.fingerprint, verify) for name in names]
@@ -161,9 +161,7 @@ def current_dataset() -> Path:
     name = read(DATASET) or read(cache_dir() / "current")
     if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (cache_dir() / name).is_dir():
         return cache_dir() / name
-    raise PrepareError(
-        f"no data prepared as {name!r:.99} in {cache_dir()}: run `python prepare.py` first, with its --data"
-    )
+    raise PrepareError(f"no data prepared in {cache_dir()} as {name!r:.99}: run `python prepare.py` first, with --data")
 
 
 def adopt_dataset(directory: Path) -> None:
@@ -285,6 +283,7 @@ def get_token_bytes(device="cpu"):
 # A header of 128 bytes, then the tokens as uint16, all little-endian
 
 MAGIC = b"token shards, v2"
+SHARD = "{}_{:05d}.bin".format  # split, number
 HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's fingerprint, SHA-256 of the tokens
 
 
@@ -303,10 +302,6 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
             remedy = "raise `ulimit -n`, or give fewer --num-shards"
         raise PrepareError(f"{path}: {error}; {remedy}") from None
     return tokens, checksum
-
-
-def shard_name(split: str, i: int = 0) -> str:
-    return f"{split}_{i:05d}.bin"
 
 
 def dataset_id(directory: Path | None = None) -> str:
@@ -389,7 +384,7 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]
 
 def read_parts(parts: list[Part], repo: str = "") -> Files:
     """The tokenizer learns from the first train shard alone, so it does not depend on their number."""
-    names = [shard_name("test"), shard_name("val"), *(shard_name("train", i) for i in range(len(parts) - 2))]
+    names = [SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
     names, parts, arriving = ["tokenizer.txt", *names], [parts[2], *parts], {}
 
     def texts(i: int) -> Iterator[str]:
@@ -420,12 +415,12 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
         raise PrepareError(f"{len(order)} documents are too few for train, validation and test: give more text")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
-    yield shard_name("test"), in_order(test)
-    yield shard_name("val"), in_order(val)
+    yield SHARD("test", 0), in_order(test)
+    yield SHARD("val", 0), in_order(val)
     held_out = {*val, *test}
     shards = batches((text for digest, text in hashed() if digest not in held_out), SHARD_CHARS)
     for i, texts in enumerate(itertools.islice(shards, num_shards)):
-        yield shard_name("train", i), texts
+        yield SHARD("train", i), texts
 
 
 def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
@@ -489,7 +484,7 @@ class Unreachable(PrepareError):
 
 
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """A future for each missing path, downloaded in turn in a thread. Raises Unreachable without any answer in 6 s."""
+    """Downloads the missing paths in turn in a thread. Raises Unreachable if the hub gives no answer in 6 s."""
     futures = {path: Future() for path in paths if not path.exists()}
     if not futures:
         return {}

@@ -284,9 +284,9 @@ def test_epoch_counts_up_when_the_text_repeats(tokenizer):
 
 
 def test_a_loader_left_behind_does_not_keep_the_process(prepared):
-    code = "from prepare import *; loader = make_dataloader(Tokenizer.from_directory(), 2, 16, 'train'); next(loader)"
-    env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=600)
+    folder = str(prepared / (prepared / "current").read_text().strip())
+    code = "from prepare import *; loader = make_dataloader(Tokenizer.from_directory(sys.argv[1]), 2, 16, 'train')"
+    subprocess.run([sys.executable, "-c", f"{code}; next(loader)", folder], cwd=ROOT, check=True, timeout=600)
 
 
 @pytest.mark.gpu

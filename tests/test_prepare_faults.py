@@ -85,13 +85,6 @@ def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_who_imports_prepare_can_catch_its_errors(tmp_path):
-    try:
-        prepare.prepare(str(tmp_path))
-    except Exception as error:
-        assert "give --data another folder" in str(error)
-
-
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     for call in (Tokenizer.from_directory, prepare.dataset_id, prepare.get_token_bytes, prepare.current_dataset):
@@ -332,7 +325,9 @@ def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Pat
     """SIGKILL at a random moment of download, tokenizer training or tokenizing, in turn; then an undisturbed run."""
     begins, lasts = [("*.incomplete", 0.8), ("shard_00001.parquet", 0.4), ("tokenizer.txt", 0.6)][seed % 3]
     moment = np.random.RandomState(seed).uniform(0, lasts)
-    command = [sys.executable, str(ROOT / "prepare.py"), "--data", "climbmix", "--num-shards", "2"]
+    (clone := cache.with_name("clone")).mkdir()
+    script = shutil.copy(ROOT / "prepare.py", clone)
+    command = [sys.executable, script, "--data", "climbmix", "--num-shards", "2"]
     with FaultyServer(served, rate=3e6) as server:
         environment = os.environ | {"AUTORESEARCH_CACHE": str(cache), "HF_ENDPOINT": server.url}
         victim = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
@@ -343,7 +338,7 @@ def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Pat
         victim.wait()
         for path in cache.rglob("*.parquet"):
             next(prepare.documents(path))  # never a half file under a final name
-        run = run_prepare("--data", "climbmix", "--num-shards", 2, cache=cache, HF_ENDPOINT=server.url)
+        run = run_prepare("--data", "climbmix", "--num-shards", 2, cache=cache, clone=clone, HF_ENDPOINT=server.url)
     assert run.returncode == 0, run.stderr
     assert tree(cache) == tree(undisturbed), f"killed {moment:.2f} s after {begins}"
 
@@ -352,13 +347,13 @@ def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Pat
 def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_run(
     served, undisturbed, tmp_path, seed
 ):
-    killed_and_run_again(served, undisturbed, tmp_path, seed)
+    killed_and_run_again(served, undisturbed, tmp_path / "cache", seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 33))
 def test_killed_at_thirty_more_moments(served, undisturbed, tmp_path, seed):
-    killed_and_run_again(served, undisturbed, tmp_path, seed)
+    killed_and_run_again(served, undisturbed, tmp_path / "cache", seed)
 
 
 def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
@@ -405,17 +400,10 @@ def test_any_flipped_bit_that_matters_is_found_at_once_or_by_verify(shard, token
             assert np.array_equal(found, tokens)
 
 
-def test_any_truncation_is_found(shard, tokenizer):
+def test_a_shard_that_is_too_short_too_long_or_of_another_version_is_refused(shard, tokenizer):
     good = shard.read_bytes()
-    for n in (0, 1, 100, prepare.HEADER.size, prepare.HEADER.size + 2, len(good) // 2, len(good) - 2, len(good) - 1):
-        shard.write_bytes(good[:n])
-        with pytest.raises(PrepareError):
-            prepare.open_shard(shard, tokenizer.fingerprint)
-
-
-def test_a_shard_of_another_version_or_with_more_behind_it_is_refused(shard, tokenizer):
-    good = shard.read_bytes()
-    for bad in (b"token shards, v1" + good[16:], good + b"\0\0"):
+    lengths = (0, 1, 100, prepare.HEADER.size, prepare.HEADER.size + 2, len(good) // 2, len(good) - 2, len(good) - 1)
+    for bad in (*(good[:n] for n in lengths), b"token shards, v1" + good[16:], good + b"\0\0"):
         shard.write_bytes(bad)
         with pytest.raises(PrepareError, match="delete it and train_shards there"):
             prepare.open_shard(shard, tokenizer.fingerprint)

@@ -215,8 +215,7 @@ def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(t
 def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp_path):
     for i, name in enumerate((prepare.TEST_FILE, prepare.VAL_FILE)):
         write_parquet(tmp_path / "data" / name, numbered(100 * i, 100 * i + 100))
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == splits | {name: own_splits(numbered(0, 200))[name] for name in ("val", "test")}
+    assert splits_of(prepare.prepare(str(tmp_path / "data")))["val"] == own_splits(numbered(0, 200))["val"]
 
 
 def test_too_little_text_is_one_line_with_what_there_is_and_what_there_should_be(tmp_path, cache):
@@ -292,19 +291,12 @@ def test_more_shards_than_files_are_all_files(tmp_path):
         ) == shards
 
 
-@pytest.mark.parametrize("shards", [0, -1, 6542])
-def test_impossible_numbers_of_shards_are_refused_before_anything_happens(cache, shards):
-    with pytest.raises(PrepareError, match="give 1 to 6541"):
-        prepare.prepare("climbmix", shards)
-    assert not cache.exists()
-
-
 # The fingerprint
 
 
 def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_else(tmp_path):
     def id_after(name: str = "", change=lambda documents: documents, folder: str = "data") -> str:
-        for seed in (0, 1, 6541, 6542):
+        for seed in (0, 1, 2, 6541, 6542):
             documents = texts(seed, count=20)
             file = f"shard_{seed:05d}.parquet"
             write_parquet(tmp_path / folder / file, change(documents) if file == name else documents)
@@ -320,16 +312,10 @@ def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_e
     for change in changes:
         assert id_after(prepare.TEST_FILE, change) == before
     assert id_after(folder="elsewhere/data") == before
-
-
-def test_dataset_id_changes_with_the_order_of_climbmixs_shards(tmp_path):
-    ids = []
-    for order in ("abc", "acb"):  # the same first file, hence the same tokenizer
-        names = [*(f"{letter}.parquet" for letter in order), prepare.TEST_FILE, prepare.VAL_FILE]
-        for name, seed in zip(names, range(5), strict=True):
-            write_parquet(tmp_path / order / "data" / name, texts(seed))
-        ids.append(prepare.dataset_id(prepare.prepare(str(tmp_path / order / "data"))))
-    assert ids[0] != ids[1]
+    id_after()
+    for old, new in (1, 3), (2, 1), (3, 2):  # the second and the third file change places
+        (tmp_path / "data" / f"shard_{old:05d}.parquet").rename(tmp_path / "data" / f"shard_{new:05d}.parquet")
+    assert prepare.dataset_id(prepare.prepare(str(tmp_path / "data"))) not in {before, *seen}
 
 
 def test_datasets_in_climbmixs_layout_keep_the_id_that_earlier_versions_gave_them(tmp_path):
@@ -360,25 +346,6 @@ def test_a_constant_that_shapes_the_data_makes_another_dataset(tmp_path, monkeyp
     names = {prepare.find_source(data)[0] for data in ("climbmix", "tinystories", "embedded")}
     monkeypatch.undo()
     assert not names & {prepare.find_source(data)[0] for data in ("climbmix", "tinystories", "embedded")}
-
-
-def test_token_shards_of_an_interrupted_run_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SHARD_CHARS", 2000)
-    write_texts(tmp_path / "data", numbered(0, 100))
-
-    def tokenize(texts, path: Path, *args, real=prepare.tokenize):
-        if path.name == "train_00001.bin":
-            raise KeyboardInterrupt
-        return real(texts, path, *args)
-
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(prepare, "tokenize", tokenize)
-        prepare.prepare(str(tmp_path / "data"))
-    (kept,) = (tmp_path / "cache").rglob("train_00000.bin")
-    inode = kept.stat().st_ino
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert {d for split in splits.values() for d in split} == set(numbered(0, 100))
-    assert sum(map(len, splits.values())) == 100 and kept.stat().st_ino == inode
 
 
 # Downloading and tokenizing overlap
@@ -516,9 +483,7 @@ def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp
     assert prepare.current_dataset() == first and prepare.DATASET.read_text() == first.name
     assert prepare.prepare() == first  # with no GPU
     shutil.rmtree(first)
-    with pytest.raises(
-        PrepareError, match=rf"as '{first.name}' in .*: run `python prepare\.py` first, with its --data"
-    ):
+    with pytest.raises(PrepareError, match=rf"as '{first.name}': run `python prepare\.py` first, with --data"):
         prepare.current_dataset()
     own = prepare.prepare(str(write_texts(tmp_path / "folder", numbered(0, 100))))
     prepare.DATASET.write_text(own.name)  # adopted: the folder's path is not known
