@@ -389,7 +389,7 @@ def read_parts(parts: list[Part], repo: str = "") -> Files:
 
     def texts(i: int) -> Iterator[str]:
         path, start, stop = parts[i]
-        if not arriving and not path.exists():  # from the first one that is needed
+        if not arriving:  # this file is the first one that is needed
             arriving.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
         if path in arriving:
             arriving[path].result()

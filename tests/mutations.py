@@ -374,7 +374,7 @@ SECTIONS = [
         ("if num_shards or not have or not is_ready(current_dataset()):", "if not have or not is_ready(current_dataset()):"),
         ("if num_shards or not have or not is_ready(current_dataset()):", "if True:"),
     ]),
-    ("The splits", "prepare.py", ["test_splits.py", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant"], [
+    ("The splits", "prepare.py", ["test_splits.py", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant or downloaded"], [
         ("val, test, train = order[:twentieth], order[twentieth : 2 * twentieth]", "test, val, train = order[:twentieth], order[twentieth : 2 * twentieth]"),
         ("max(1, len(sizes) // 20)", "max(1, len(sizes) // 10)"),
         ("max(1, len(sizes) // 20)", "len(sizes) // 20"),
@@ -419,7 +419,7 @@ SECTIONS = [
         ("(errno.EMFILE, errno.ENFILE)", "(errno.ENFILE,)"),
         ("train_shards += name.startswith(\"train\")", "train_shards += 1"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
-        ("if not arriving and not path.exists():", "if not arriving:"),
+        ("arriving[path].result()", "pass"),
         ("for path, *_ in parts[i:]]", "for path, *_ in parts[i : i + 1]]"),
     ]),
     ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
@@ -435,12 +435,11 @@ SECTIONS = [
         ("return make(\"embedded\", None)", "return prepare(\"embedded\", None)"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n            continue", "                raise PrepareError\n            continue"),
         ("disallowed_special=()", "allowed_special='all'"),
-    ]),
-    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or prepared or shards or killed or served or trouble"], [
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n            continue", "                open_shard(path, tokenizer.fingerprint)\n            continue"),
+    ]),
+    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody"], [
         ("            lock(file, math.inf)\n", ""),
         ("return reached.set_exception(error)", "reached.set_exception(error)"),
-        ("arriving[path].result()", "pass"),
         ("verify and hashlib.sha256(tokens)", "False and hashlib.sha256(tokens)"),
         ("(MAGIC, fingerprint, len(tokens)) and n > 0", "(MAGIC, fingerprint, len(tokens))"),
         ("    if data in HUB:  # hugg", "    if False:  # hugg"),

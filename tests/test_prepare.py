@@ -84,6 +84,13 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
     assert ids[0] == ids[2] != ids[1]
+    one, three = (prepare.prepare(str(corpus), n) for n in (1, 3))
+    with open(one / "val_00000.bin", "r+b") as file:  # linked: the other one's, too
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    (three / "val_00000.bin").unlink()
+    assert ids[1] == prepare.dataset_id(prepare.prepare(str(corpus), 3))
+    prepare.TokenStream(Tokenizer.from_directory(three), "val", verify=True)
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     prepare.DATASET.unlink()
     assert ids[1] == prepare.dataset_id()

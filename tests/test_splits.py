@@ -386,11 +386,8 @@ def test_files_whose_token_shards_are_there_are_not_downloaded_again(tmp_path, c
     (two / "train_shards").unlink()
     assert prepare.prepare("climbmix", 2) == two
     one = prepare.prepare("climbmix", 1)
-    assert (
-        one != two
-        and len(list(one.glob("*.bin"))) == 3
-        and os.path.samefile(one / "val_00000.bin", two / "val_00000.bin")
-    )
+    assert one != two and len(list(one.glob("*.bin"))) == 3
+    assert os.path.samefile(one / "val_00000.bin", two / "val_00000.bin")
 
 
 # The dataset of a clone
@@ -472,6 +469,14 @@ def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path):
     shutil.copytree(theirs, tmp_path / "new")
     (tmp_path / "new" / ".dataset").unlink()
     assert run(tmp_path / "new", "--verify") == others[0]  # the one prepared last, before it has its own
+
+
+def test_a_folder_called_climbmix_is_not_taken_for_the_hubs(climbmix, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
+    own = prepare.prepare(str(write_texts(tmp_path / "climbmix", numbered(0, 100))), 2)
+    assert prepare.prepare() == own and prepare.dataset_id().startswith("climbmix-folder-")
+    assert prepare.prepare("climbmix").name.endswith("x1")  # not its number of shards either
 
 
 def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp_path, monkeypatch):
