@@ -1,6 +1,6 @@
 """
-The run around an experiment: clock, warm-up, GPU, log, signals, summary. train.py ends by handing its functions to
-`run`; nobody edits this file during research.
+The run around an experiment: clock, warm-up, log, GPU, signals, summary, sample. train.py ends by handing its functions
+to `run`. Nobody edits this file during research.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import gc
+import importlib.util
 import itertools
 import json
 import math
@@ -18,22 +19,25 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: a second `prepare.py` takes 0.2 s
+# torch is imported where it is used: night supervises runs without it
+import prepare
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, dataset_id, evaluate_bpb, lock, one_line
 
-RESULTS = Path(__file__).resolve().parent / "results.tsv"
+RESULTS = Path(__file__).resolve().with_name("results.tsv")
+WEIGHTS = RESULTS.with_name("model.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------------------------- clock
 class Clock:
-    """Wall time from the first training step to the end of the last, loading included. It drives the schedules.
+    """The budget of a run: wall time from the first training step to the end of the last, data loading included.
 
         clock.start()
         while clock.running():
@@ -41,11 +45,11 @@ class Clock:
             clock.advance(tokens, loss, epoch)
         clock.stop()
 
-    A run counts if its last step began inside the budget. The clock also prints the progress, ends a run whose loss is
-    lost (FloatingPointError), and says where a step hangs that takes two minutes.
+    `progress()` drives the schedules. A run counts if its last step began inside the budget.
     """
 
-    GRACE = 3  # seconds over the budget that the last step may be expected to take
+    OVERRUN = 3  # seconds: no step starts if it would probably end later than that after the budget
+    HANG = 120  # seconds: a step that takes longer prints where it is, and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         """A budget in seconds or, if given, in tokens."""
@@ -54,8 +58,8 @@ class Clock:
         self.seconds, self.limit = seconds, tokens
         self.steps = self.tokens = 0
         self.started = self.stopped = None
-        self._began = 0.0  # of the current step, in seconds since the start
-        self._loss, self._smooth_loss, self._printed = None, 0.0, -math.inf
+        self._step_began = 0.0  # seconds after the start
+        self._losses, self._line = LossReader(), ProgressLine()
 
     def start(self) -> None:
         gc.collect()
@@ -67,7 +71,7 @@ class Clock:
         return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
 
     def progress(self) -> float:
-        """In [0, 1]: of the tokens where they are limited, else of the seconds."""
+        """Share of the budget spent, in [0, 1]."""
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
     def tokens_left(self) -> float:
@@ -76,80 +80,114 @@ class Clock:
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        """Whether to begin another step: there is budget left and, by the pace so far, the step ends close to it."""
-        faulthandler.dump_traceback_later(120, file=sys.__stderr__)  # where it hangs
+        """Whether to start another step."""
+        faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
-        return elapsed < self.seconds and elapsed * (1 + 1 / max(1, self.steps)) < self.seconds + self.GRACE
+        expected_end = elapsed * (1 + 1 / max(1, self.steps))
+        return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int) -> None:
-        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text. Reads the loss of the
-        step before, so that the host never waits for the step it has just launched."""
-        if self.limit is None and self._began >= self.seconds:
-            raise RuntimeError(f"a step began {self._began:.0f} s into a budget of {self.seconds:.0f} s")
+        """After each step: its tokens, its loss (a scalar on the device), the epoch of its text."""
+        if self.limit is None and self._step_began >= self.seconds:
+            raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
-        late, self._loss = self._loss, read_later(loss)
-        self._began = self.elapsed()
-        if late is None:
-            return
-        loss = self._checked(late(), self.steps - 1)
-        self._smooth_loss += (loss - self._smooth_loss) * max(0.1, 1 / (self.steps - 1))
-        live = sys.stdout.isatty()
-        if self._began - self._printed >= (0.2 if live else 5):
-            self._printed = self._began
-            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._smooth_loss:.4f}"
-            line += f" | {self.tokens / self._began:,.0f} tok/s | epoch {epoch} | {self._began:.0f} s"
-            print(f"\r{line}    " if live else line, end="" if live else "\n", flush=True)
+        now = self._step_began = self.elapsed()
+        self._losses.add(loss)
+        if self._losses.count:
+            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._losses.mean:.4f}"
+            self._line.show(now, f"{line} | {self.tokens / now:,.0f} tok/s | epoch {epoch} | {now:.0f} s")
 
     def stop(self) -> float:
-        """Waits for the last step; training seconds, for good."""
+        """Waits for the last step and checks its loss; returns the training seconds, fixed from now on."""
         if self.stopped is None:
             synchronize()
             self.stopped = time.perf_counter()
             self.release()
-            if self._loss is not None:
-                self._checked(self._loss(), self.steps)
+            self._losses.read()
         return self.elapsed()
 
     def release(self) -> None:
-        """Undoes what `start` did to the process."""
+        """Undoes what `start` and `running` did to the process."""
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
-        if self._printed >= 0 and sys.stdout.isatty():
-            print(flush=True)  # below the live line
+        self._line.end()
 
-    def _checked(self, loss: float, step: int) -> float:
-        if not loss < 100:  # NaN included
-            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
-        return loss
+
+class LossReader:
+    """Reads each loss one step later, so that the host never waits for the step it has just launched."""
+
+    def __init__(self):
+        self.count, self.mean = 0, 0.0  # of the losses read; the mean is a running one
+        self._pending: Callable[[], float] | None = None
+
+    def add(self, loss) -> None:
+        """loss: a scalar tensor."""
+        copy = copy_to_host(loss)
+        self.read()
+        self._pending = copy
+
+    def read(self) -> None:
+        """Reads the last loss. Raises FloatingPointError unless it is below 100."""
+        if self._pending is not None:
+            loss, self._pending = self._pending(), None
+            self.count += 1
+            if not loss < 100:  # NaN included
+                raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {self.count}")
+            self.mean += (loss - self.mean) * max(0.1, 1 / self.count)
+
+
+class ProgressLine:
+    """On a terminal one line, rewritten every 0.2 s; in a file a line every 5 s."""
+
+    def __init__(self):
+        self._shown = -math.inf
+
+    def show(self, now: float, text: str) -> None:
+        live = sys.stdout.isatty()
+        if now - self._shown >= (0.2 if live else 5):
+            self._shown = now
+            print(f"\r{text}    " if live else text, end="" if live else "\n", flush=True)
+
+    def end(self) -> None:
+        """What is printed next goes below a live line."""
+        if self._shown >= 0 and sys.stdout.isatty():
+            print(flush=True)
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles: step(loader) is an optimizer step, here on random tokens. When memory runs out, halves
-    model.config.device_batch_size; the total batch stays.
+    """Says what will be trained, and compiles it: step(loader) is an optimizer step, here on random tokens. When memory
+    runs out, halves model.config.device_batch_size; the total batch stays.
 
-    The weights have moved afterwards: initialize them anew.
+    Buffers, gradients and random numbers are put back. The weights have moved: initialize them again.
     """
     import torch
 
-    device = next(model.parameters()).device
-    while True:
-        config = model.config
-        try:
-            tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
-            step(itertools.repeat((tokens, tokens, 0)))
-            return synchronize()
-        except torch.OutOfMemoryError:
-            if config.device_batch_size == 1:
-                raise
-        gc.collect()
-        sequences = config.total_batch_size // config.seq_len
-        smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
-        model.config = dataclasses.replace(config, device_batch_size=smaller)
-        model.zero_grad(set_to_none=True)
-        print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+    device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
+    print(f"{num_params(model) / 1e6:.1f} M parameters, {dtype}, {model.config}", flush=True)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        while True:
+            config = model.config
+            try:
+                tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+                step(itertools.repeat((tokens, tokens, 0)))
+                synchronize()
+                break
+            except torch.OutOfMemoryError:
+                if config.device_batch_size == 1:
+                    raise
+            gc.collect()
+            sequences = config.total_batch_size // config.seq_len
+            smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
+            model.config = dataclasses.replace(config, device_batch_size=smaller)
+            model.zero_grad(set_to_none=True)
+            print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
+    model.zero_grad(set_to_none=True)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
 
 
 def synchronize() -> None:
@@ -159,8 +197,8 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def read_later(tensor) -> Callable[[], float]:
-    """Starts to copy a scalar to the host; what it returns waits for the copy and gives the value."""
+def copy_to_host(tensor) -> Callable[[], float]:
+    """Starts to copy a scalar to the host. Returns a function that waits for the copy and returns the value."""
     import torch
 
     tensor = tensor.detach()
@@ -175,18 +213,65 @@ def read_later(tensor) -> Callable[[], float]:
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
+class Label(NamedTuple):
+    """The gpu column. Rows compare with those of the same label and dataset."""
+
+    gpu: str  # as gpu_name() has it
+    setting: str = ""  # what was set by hand, as budget_name() has it
+    report: bool = False  # rows of a report compare among themselves only
+
+    @classmethod
+    def parse(cls, text: str) -> Label:
+        pattern = r"(.*?)((?: as \w+)?(?:, [\d.e+-]+ (?:M tokens|s))?)(, report)?"
+        gpu, setting, report = re.fullmatch(pattern, text, re.S).groups()
+        return cls(gpu, setting, bool(report))
+
+    def __str__(self) -> str:
+        return self.gpu + self.setting + ", report" * self.report
+
+
+class Description(NamedTuple):
+    """The description column."""
+
+    subject: str  # of the commit; with ` (train.py differs)` if that is not what ran
+    seed: int | None = None
+    test_bpb: float | None = None
+    reason: str = ""  # of a crash
+
+    @classmethod
+    def parse(cls, row: dict) -> Description:
+        text, reason = row["description"], ""
+        if row["status"] == "crash":
+            text, reason = re.fullmatch(r"(.*?) ?(?:\[([^[]*)\])?", text).groups()
+        subject, seed, test = re.fullmatch(r"(.*?)(?:[,:] seed (\d+))?(?:, test (\d+\.\d{6}))?", text).groups()
+        return cls(subject, int(seed) if seed else None, float(test) if test else None, reason or "")
+
+    def __str__(self) -> str:
+        text = self.subject if self.seed is None else f"{self.subject}, seed {self.seed}"
+        text += "" if self.test_bpb is None else f", test {self.test_bpb:.6f}"
+        return f"{text} [{self.reason}]" if self.reason else text
+
+
+def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
+    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
+    return (f" as {gpu}" if gpu else "") + budget
+
+
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Whatever is not a row is skipped."""
-    rows, text = [], ""
+    """The rows of results.tsv, numbers as floats. Lines that are not rows are skipped."""
+    text = ""
     with suppress(OSError):
         text = Path(path or RESULTS).read_text("utf-8", errors="replace")
-    for line in text.split("\n"):
-        with suppress(ValueError):
-            row = dict(zip(COLUMNS, line.split("\t"), strict=True))
-            numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
-            if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
-                rows.append(row | numbers)
-    return rows
+    return [row for line in text.split("\n") if (row := parse_row(line))]
+
+
+def parse_row(line: str) -> dict | None:
+    with suppress(ValueError):
+        row = dict(zip(COLUMNS, line.split("\t"), strict=True))
+        numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+        if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
+            return row | numbers
 
 
 def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
@@ -196,25 +281,34 @@ def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict 
 
 
 def log_result(
-    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", commit=None, description=None, path=None
-) -> str:
-    """Appends one row to results.tsv and returns its status: `keep` for the lowest val_bpb yet on that gpu and dataset,
-    else `discard`. A `reason`, or a val_bpb that is not finite, makes it a `crash`; its description ends in [reason].
-    Commit and description are those of HEAD unless given. A row that the file refuses goes to stderr."""
+    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
+    description=None, path=None,
+) -> str:  # fmt: skip
+    """Appends one row to results.tsv and returns its status.
+
+    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest yet on that
+    gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given. A row that the file refuses
+    goes to stderr.
+    """
     path = Path(path or RESULTS)
     head = git_head() if commit is None else (commit, "")
     reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
     reason = reason.translate(str.maketrans("[]", "()"))
-    description = head[1] if description is None else description
-    description = f"{description} [{reason}]" if reason else description
+    subject = head[1] if description is None else description
+    description = str(Description(subject, None, None if reason else test_bpb, reason))
     commit, description, gpu, dataset = map(clean, (head[0][:7], description, gpu, dataset))
     if reason:
         val_bpb = memory_gb = tokens_M = 0.0
 
     def row() -> tuple[str, str]:
-        best = best_result(gpu, dataset, path)
-        beaten = best and round(val_bpb, 6) >= best["val_bpb"]
-        status = "crash" if reason else "discard" if beaten else "keep"
+        *_, before = [None, *read_results(path)]
+        if before and before["dataset"] != dataset:
+            print(f"{path.name}: the row before is on {before['dataset']}, this one on {dataset}: they do not compare")
+        bar = to_beat
+        if bar is None:
+            best = best_result(gpu, dataset, path)
+            bar = best["val_bpb"] if best else math.inf
+        status = "crash" if reason else "keep" if round(val_bpb, 6) < bar else "discard"
         fields = [commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, description, gpu, dataset, f"{tokens_M:.1f}"]
         return status, "\t".join(fields)
 
@@ -226,12 +320,22 @@ def log_result(
         return status
 
 
+@contextmanager
+def locked(path: Path) -> Iterator:
+    """The log, open at its end; nobody else writes to it meanwhile."""
+    while True:
+        with open(path, "a+b", buffering=0) as file:
+            if not lock(file, patience=60):
+                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return  # else it was replaced while we waited (by `night keep`)
+
+
 def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
     """Appends the line of `row()`, a pair of status and line that is asked for under the lock: all of it or nothing."""
     header = "\t".join(COLUMNS).encode()
-    with open(path, "a+b", buffering=0) as file:
-        if not lock(file, patience=60):
-            print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+    with locked(path) as file:
         file.seek(0)
         text = file.read()
         if text and text.split(b"\n")[0].rstrip() != header:
@@ -242,6 +346,8 @@ def append_row(path: Path, row: Callable[[], tuple[str, str]]) -> str:
         if file.write(data) < len(data):
             file.truncate(len(text))
             raise OSError("the disk is full")
+        with suppress(KeyError, OSError):
+            Path(night_record()["row"]).write_text(line, "utf-8")
         os.fsync(file.fileno())
         return status
 
@@ -251,10 +357,20 @@ def clean(field: str) -> str:
     return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
 
 
+def night_record() -> dict:
+    """What `python -m night` tells a run, a JSON object in the environment variable AUTORESEARCH_RUN; else {}.
+
+    commit, description: of its row, as they were when the run began. log: whether to log it whatever its budget.
+    score_test: whether to score the test split and log that, too. row: a file that gets a copy of its row.
+    """
+    return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
+
+
 def git_head() -> tuple[str, str]:
     """Short hash and subject of HEAD in the repository that holds this file; in `night run`, as it began."""
-    if head := os.environ.get("AUTORESEARCH_HEAD"):
-        return tuple(head.split("\t", 1))
+    record = night_record()
+    if "commit" in record:
+        return record["commit"], record["description"]
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "log", "-1", "--no-show-signature", "--format=%H%x09%s"]
         out = subprocess.check_output(command, cwd=RESULTS.parent, timeout=10)
@@ -265,52 +381,26 @@ def git_head() -> tuple[str, str]:
     return "0000000", ""
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
-WEIGHTS = RESULTS.with_name("model.safetensors")
-
-
-def run(train: Callable, build_model: Callable) -> None:
-    """The run around an experiment: train.py ends by handing its functions to this one.
-
-    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
-    numbers for the summary. build_model(config, device, capability) makes the model of a saved config. model.config is
-    a dataclass of numbers, `seq_len` and `device_batch_size` among them.
-    """
-    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
-    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
-    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
-    args = parser.parse_args()
-    gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
-    try:
-        device, gpu = pick_gpu(args.gpu)
-        tokenizer = Tokenizer.from_directory()
-        if args.sample is None:
-            experiment(train, args, device, gpu, tokenizer)
-        else:
-            print(sample(load_weights(build_model, device, gpu.capability), tokenizer, args.sample, args.seed))
-    except (PrepareError, FloatingPointError) as error:
-        sys.exit(f"train.py: {error}")
-
-
+# ------------------------------------------------------------------------------------------------------------------ GPU
 class GPU(NamedTuple):
-    capability: tuple[int, int] | None  # CUDA compute capability, which decides numerics; None: no GPU
-    peak_flops: float  # dense 16-bit FLOP/s by the datasheet, which decide sizes
+    """What an experiment has to know of a GPU. Without one: GPU(None, 0.0, 0, False)."""
+
+    capability: tuple[int, int] | None  # CUDA compute capability: decides numerics
+    peak_flops: float  # dense 16-bit FLOP/s by the datasheet: decides sizes
+    memory: int = 0  # bytes of that model of GPU: limits the n-gram tables
+    has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
-# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce, GiB of memory as the driver reports them
 GPUS = {
-    "T4": ((7, 5), 40, 1590, False), "V100": ((7, 0), 80, 1530, False), "L4": ((8, 9), 58, 2040, False),
-    "RTX3060": ((8, 6), 28, 1777, True), "RTX3090": ((8, 6), 82, 1695, True), "RTX4090": ((8, 9), 128, 2520, True),
-    "A100": ((8, 0), 108, 1410, False), "H100": ((9, 0), 132, 1980, False), "H200": ((9, 0), 132, 1980, False),
-    "B200": ((10, 0), 148, 1965, False),
+    "T4": ((7, 5), 40, 1590, False, 14.6), "V100": ((7, 0), 80, 1530, False, 15.8),
+    "L4": ((8, 9), 58, 2040, False, 22.0), "RTX3060": ((8, 6), 28, 1777, True, 11.8),
+    "RTX3090": ((8, 6), 82, 1695, True, 23.7), "RTX4090": ((8, 9), 128, 2520, True, 23.6),
+    "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
+    "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# Per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Of Hopper and B200, what datasheets divide to:
-# they assume less than the highest clock.
+# FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. For Hopper and B200: the datasheet's figure
+# divided by the highest clock, which is above the clock that the datasheet assumes.
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
@@ -318,22 +408,68 @@ def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, ge
     return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
 
 
-def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device, and what an experiment has to know of its GPU or of the one named (see GPUS, or "cpu")."""
+def named_gpu(name: str) -> GPU:
+    """A GPU of GPUS by its datasheet, or "cpu"."""
+    if name == "cpu":
+        return GPU(None, 0.0)
+    if name not in GPUS:
+        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    *compute, gib = GPUS[name]
+    return GPU(compute[0], peak_flops(*compute), int(gib * 2**30))
+
+
+def this_gpu() -> GPU:
+    """The GPU of this machine, by what PyTorch and the driver say of it."""
     import torch
 
-    if name not in (None, "cpu", *GPUS):
-        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+    if not torch.cuda.is_available():
+        return named_gpu("cpu")
+    p = torch.cuda.get_device_properties()
+    capability = p.major, p.minor
+    peak = peak_flops(capability, p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name)
+    return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device of a run and the GPU whose numerics and size it takes: this machine's, or the one named, with
+    numerics that this machine has, too."""
+    import torch
+
+    named = name and named_gpu(name)
     if name == "cpu" or not torch.cuda.is_available():
-        torch.ones(1).exp()  # where threads share MKL's first one in a process, one of them gets 4 digits
-        return torch.device("cpu"), GPU(None, peak_flops(*GPUS[name]) if name in GPUS else 0.0)
+        torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
+        return torch.device("cpu"), (named or named_gpu("cpu"))._replace(capability=None)
     if torch.version.hip:
         raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
     start_compiler()
-    p = torch.cuda.get_device_properties()
-    here = (p.major, p.minor), p.multi_processor_count, clock_rate(p) / 1000, "GeForce" in p.name
-    named = GPUS.get(name, here)
-    return torch.device("cuda"), GPU(min(here[0], named[0]), peak_flops(*named))
+    here = this_gpu()
+    gpu = named or here
+    capability = min(here.capability, gpu.capability)
+    if capability == (9, 0) and not here.has_fa3:
+        print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
+    return torch.device("cuda"), gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+
+
+def fa3_installed() -> bool:
+    return importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def install_fa3() -> str:
+    """The command that installs FlashAttention-3."""
+    import torch
+
+    index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
+    return f"pip install flash-attn-3 --index-url {index}"
+
+
+def load_fa3() -> Callable:
+    """flash_attn_func of FlashAttention-3's official module. The gpu column already says that it is there."""
+    try:
+        from flash_attn_interface import flash_attn_func
+    except Exception as error:
+        fix = f"install it again ({install_fa3()}) or remove it (pip uninstall flash-attn-3)"
+        raise PrepareError(f"flash_attn_interface cannot be imported ({one_line(error)}): {fix}") from error
+    return flash_attn_func
 
 
 def start_compiler() -> None:
@@ -381,78 +517,131 @@ def clock_rate(properties) -> int:
 
 
 def gpu_name() -> str:
+    """What the gpu column calls this machine's GPU. A Hopper without FlashAttention-3 is slower, so another kind."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
+    return torch.cuda.get_device_name() + ", without FA3" * slower
 
 
-def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
-    """What follows the GPU's name in the log where these were set by hand: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
-    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
-    return (f" as {gpu}" if gpu else "") + budget
+# ------------------------------------------------------------------------------------------------------------------ run
+def run(train: Callable, build_model: Callable) -> None:
+    """Runs an experiment from the command line: train.py ends by handing its functions to this one.
+
+    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
+    numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
+    a dataclass of numbers, `seq_len` and `device_batch_size` among them; model(x) gives logits (B, T, V).
+    """
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
+    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    args = parser.parse_args()
+    gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
+    try:
+        device, gpu = pick_gpu(args.gpu)
+        tokenizer = Tokenizer.from_directory()
+        if args.sample is None:
+            model = train_and_score(train, args, device, gpu, tokenizer)
+            print_sample(model, tokenizer, args.seed)
+            if args.save:
+                save_weights(model)
+        else:
+            print(sample(load_weights(build_model, device, gpu), tokenizer, args.sample, args.seed))
+    except (PrepareError, FloatingPointError) as error:
+        sys.exit(f"train.py: {error}")
 
 
-def experiment(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer) -> None:
-    """Trains, evaluates, logs the row, saves the weights of a kept run, prints the summary."""
+def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
+    """Trains, evaluates, logs the row and prints the summary; returns the model. However it ends, there is one row."""
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
-    by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
-    logged = not by_hand or bool(os.environ.get("AUTORESEARCH_SCREENING"))  # night sets it
-    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
-    # All of the row that another prepare.py or commit could change meanwhile
-    commit, description = git_head()
-    row = {"commit": commit, "description": description, "gpu": label, "dataset": dataset_id(tokenizer.directory)}
-
-    def log(**numbers) -> str:
-        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
-        status = log_result(**row, **numbers) if logged else f"not logged: {' and '.join(by_hand)} set by hand"
-        handle_signals(signal.SIG_DFL)  # from here on a signal just ends the process
-        return status
-
+    entry = LogEntry(args, tokenizer)
+    budget = budget_name(None if clock.limit else clock.seconds, clock.limit, args.gpu)
+    print(f"{gpu_name()}{budget}, {entry.fields['dataset']}, seed {args.seed}", flush=True)
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
         assert clock.stopped is not None, "train() has to start, advance and stop the clock"
-        config, start = model.config, time.perf_counter()
-        val_bpb = evaluate_bpb(model, tokenizer, config.device_batch_size, config.seq_len)
-        if not math.isfinite(val_bpb):
-            raise FloatingPointError(f"val_bpb is {val_bpb}")
-        peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-        tokens, compared = clock.tokens / 1e6, best_result(label, row["dataset"])
+        start = time.perf_counter()
+        result = {"val_bpb": score(model, tokenizer, "val"), "tokens_M": clock.tokens / 1e6}
+        eval_seconds = time.perf_counter() - start
+        if night_record().get("score_test"):
+            result["test_bpb"] = score(model, tokenizer, "test")
+        result["memory_gb"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        best = best_result(entry.fields["gpu"], entry.fields["dataset"])
     except BaseException as error:
         clock.release()
-        log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
+        entry.log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
         raise
-    status = log(val_bpb=val_bpb, memory_gb=peak / 1024, tokens_M=tokens)
-    evaluated = time.perf_counter() - start
-    if status == "keep" and os.environ.get("AUTORESEARCH_SCREENING") != "no weights":
-        save_weights(model)
-    seconds, total = clock.elapsed(), process_seconds()
+    status, total, seconds = entry.log(**result), process_seconds(), clock.elapsed()
     summary = {
-        "val_bpb": f"{val_bpb:.6f}",
+        "val_bpb": f"{result['val_bpb']:.6f}",
         "training_seconds": f"{seconds:.1f}",
         "total_seconds": f"{total:.1f}",
-        "peak_vram_mb": f"{peak:.1f}",
+        "peak_vram_mb": f"{1024 * result['memory_gb']:.1f}",
         "mfu_percent": numbers.pop("mfu_percent", "0.00"),
-        "total_tokens_M": f"{tokens:.1f}",
+        "total_tokens_M": f"{result['tokens_M']:.1f}",
         "num_steps": clock.steps,
-        "num_params_M": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}",
+        "num_params_M": f"{num_params(model) / 1e6:.1f}",
         "depth": numbers.pop("depth", "?"),
         "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
         "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
-        "eval_seconds": f"{evaluated:.1f}",
+        "eval_seconds": f"{eval_seconds:.1f}",
         **numbers,
         "seed": args.seed,
         "status": status,
-        **row,
+        **entry.fields,
     }
-    if compared and tokens < 0.9 * compared["tokens_M"]:
-        best = f"{compared['commit']}, the best so far, saw {compared['tokens_M']:.1f} M"
-        summary["slower"] = f"{tokens:.1f} M tokens, where {best}: a slower model, or a busy machine"
-    print("---")
-    for key, value in summary.items():
-        print(f"{key + ':':<17} {value}")
+    if "test_bpb" in result:
+        summary["test_bpb"] = f"{result['test_bpb']:.6f}"
+    if best and result["tokens_M"] < 0.9 * best["tokens_M"]:
+        saw = f"{best['commit']}, the best so far, saw {best['tokens_M']:.1f} M"
+        summary["slower"] = f"{result['tokens_M']:.1f} M tokens, where {saw}: a slower model, or a busy machine"
+    print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
+    return model
+
+
+class LogEntry:
+    """This run's row in results.tsv. What another commit or prepare.py could change meanwhile is read at the start."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
+        by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
+        logged = not by_hand or night_record().get("log")
+        self.refusal = "" if logged else f"not logged: {' and '.join(by_hand)} set by hand"
+        commit, description = git_head()
+        gpu = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
+        dataset = dataset_id(tokenizer.directory)
+        self.fields = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset}
+        if logged and hasattr(prepare, "adopt_dataset"):
+            prepare.adopt_dataset(tokenizer.directory)
+
+    def log(self, **numbers) -> str:
+        """Returns the status. Afterwards a signal just ends the process."""
+        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
+        status = self.refusal or log_result(**self.fields, **numbers)
+        handle_signals(signal.SIG_DFL)
+        return status
+
+
+def score(model, tokenizer: Tokenizer, split: str) -> float:
+    """Bits per byte of a split. Raises FloatingPointError if that is not finite."""
+    bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
+    if not math.isfinite(bpb):
+        raise FloatingPointError(f"{split}_bpb is {bpb}")
+    return bpb
+
+
+def num_params(model) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def handle_signals(handler) -> None:
@@ -467,15 +656,20 @@ def on_signal(number, frame):
 
 
 def crash_reason(error: BaseException) -> str:
-    """A few words for the crash row: `out of memory`, `NaN at step 40`, `AttributeError line 212`, `killed`."""
+    """A few words for the crash row: `out of memory`, `NaN at step 40`, `killed`, `RuntimeError line 182, called from
+    line 240`. Of train.py's lines it names the last two: where a shape is wrong, the first is in a helper such as
+    Linear.forward, and the second is what was edited."""
     if isinstance(error, SystemExit):
         return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
         return "out of memory"
     if isinstance(error, (FloatingPointError, PrepareError)):
         return str(error)
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "train.py"]
-    return f"{type(error).__name__} line {lines[-1]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == "train.py"]
+    lines += re.findall(r'File ".*train\.py", line (\d+)', str(error))  # torch.compile names them in its message
+    where = ", called from".join(f" line {line}" for line in lines[:-3:-1])
+    return type(error).__name__ + where
 
 
 def process_seconds() -> float:
@@ -484,8 +678,9 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
+# ------------------------------------------------------------------------------------------------------------- weights
 def save_weights(model) -> None:
-    """Weights in half precision, and the config, by rename. A full disk costs them, not the run."""
+    """Writes weights in half precision, and the config, and renames the file. A full disk costs them, not the run."""
     import torch
     from safetensors.torch import save_file
 
@@ -498,40 +693,51 @@ def save_weights(model) -> None:
         save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
         os.replace(part, WEIGHTS)
     except Exception as error:
-        print(f"train.py: {WEIGHTS.name} could not be written: {error}", file=sys.stderr)
+        print(f"train.py: {WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
     finally:
         part.unlink(missing_ok=True)
 
 
-def load_weights(build_model: Callable, device, capability: tuple[int, int] | None):
-    """The model that the last kept run has saved."""
+def load_weights(build_model: Callable, device, gpu: GPU):
+    """The model that the last run with --save has left."""
     from safetensors import safe_open
 
     if not WEIGHTS.exists():
-        raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py first")
+        raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py --save first")
     try:
         with safe_open(WEIGHTS, "pt") as file:
-            model = build_model(json.loads(file.metadata()["config"]), device, capability)
+            model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
-        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run it again") from None
+        remedy = "run python train.py --save again"
+        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): {remedy}") from None
     return model
 
 
-def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, temperature: float = 0.8) -> str:
-    """Continues a text until the model ends the document or `tokens` are written. model(x) gives logits (1, T, V)."""
+def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, seconds: float = math.inf) -> str:
+    """Continues a text until the model ends the document, or for so many tokens or seconds, at temperature 0.8."""
     import torch
 
     torch.manual_seed(seed)
     ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        for _ in range(tokens):
+    device, most, end = next(model.parameters()).device, len(ids) + tokens, time.perf_counter() + seconds
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # training has compiled another shape than one row
+        while len(ids) < most and time.perf_counter() < end:
             context = ids[-seq_len:]
             padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
             logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
-            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1).item()
+            token = torch.multinomial(torch.softmax(logits / 0.8, -1), 1).item()
             if token == tokenizer.get_bos_token_id():
                 break
             ids.append(token)
     return tokenizer.decode(ids[1:])
+
+
+def print_sample(model, tokenizer: Tokenizer, seed: int) -> None:
+    """A few lines that the model writes; indented, so that none looks like one of the summary."""
+    try:
+        text = sample(model, tokenizer, "", seed, tokens=128, seconds=1.5)
+        words = "".join(c if c.isprintable() else " " for c in text).split()
+        print("The model writes:", *(f"    {line}" for line in textwrap.wrap(" ".join(words), 100)), sep="\n")
+    except Exception as error:  # the run has its row and its summary
+        print(f"train.py: no sample: {crash_reason(error)}", file=sys.stderr)

@@ -1,22 +1,7 @@
-"""Four operators: a fused (linear) cross-entropy, a 4-bit linear layer, Adam on the rows of a table that a batch
-touches, and rows sorted for grouped GEMMs and summed up after them. Knows nothing of GPT, data or GPU names.
+"""Four operators: the cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table,
+and rows grouped for batched GEMMs. Each section stands alone; none knows of GPT, data or GPU names.
 
-Fused linear cross-entropy: the loss of z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
-
-    z = x W^T                            cuBLAS, into a (rows, V) buffer that all chunks share
-    s = c tanh(z / c)                    softcap; s = z without one
-    loss = log sum exp(s) - s_y
-    g = a (softmax(s) - onehot(y))       a: the weight of this row's loss in the reduction, 1/n in a mean
-    z <- g (1 - (s / c)^2)               the gradient with respect to z, in place
-    dx = z W,  dW += z^T x               cuBLAS, dW in fp32
-
-The four lines in the middle are one Triton launch that keeps each row in registers. With a softcap |s| < c, so exp(s)
-cannot overflow, and no pass for the row's maximum is needed. The gradients are ready when the forward ends; the
-backward multiplies them by the incoming scalar. The GEMMs run in x's dtype, everything else in fp32. fp16 cannot hold
-g / n: there z holds 2^15 g, and 1/n is part of the final multiplication, in fp32. Left out: recomputing the logits in
-a kernel, as tl.dot on sm_75 compiles to scalar FMA.
-
-The first two are one opaque node each for torch.compile(fullgraph=True). On CPU the cross-entropy is plain PyTorch.
+torch.compile(fullgraph=True) sees the first two as opaque nodes. On CPU they run without Triton.
 """
 
 from __future__ import annotations  # annotations mention tl even where there is no Triton
@@ -37,14 +22,28 @@ except ImportError:  # macOS and Windows, where only the CPU paths run
 jit = triton.jit if triton else lambda function: function
 
 
-# ---- Fused (linear) cross-entropy ------------------------------------------------------------------------------------
+# ---- Fused (linear) cross-entropy
+# The loss of logits z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
+#
+#     z = x W^T                             cuBLAS, into one buffer for all chunks
+#     s = c tanh(z / c)                     softcap; s = z without one
+#     lse = log sum exp(s)
+#     loss = lse - s_y
+#     g = (a + b) softmax(s) - a onehot(y)  a, b: the weights of the row's loss and lse; 1/n and 0 in a mean
+#     z <- g (1 - (s / c)^2)                the gradient with respect to z, in place
+#     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
+#
+# The middle five lines are one Triton launch that keeps each row in registers (the GEMMs are not Triton's: tl.dot on
+# sm_75 is scalar FMA). With a softcap exp(s) cannot overflow, and no pass looks for the maximum. The forward of a mean
+# or a sum computes the gradients, too; the backward multiplies them by a scalar. The GEMMs run in x's dtype, the rest
+# in fp32. fp16 cannot hold g / n: z holds 2^15 g there, and 1/n is multiplied in at the end.
 
 
 @jit
-def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The long constants are 1 / ln 2 and 2 / ln 2: the hardware has exp2.
+def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
+    """exp(s - shift), s - shift and ds/dz. The long constants are 2 / ln 2 and 1 / ln 2: the hardware has exp2.
     TANH_UNIT: one instruction, relative error 5e-4 (bf16 logits: 4e-3). Otherwise two, absolute error 1e-7."""
-    if SOFTCAP:  # and shift is 0
+    if cap is not None:  # then shift is 0
         if TANH_UNIT:
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
         else:
@@ -52,16 +51,15 @@ def _softcap_exp(z, shift, cap, SOFTCAP: tl.constexpr, TANH_UNIT: tl.constexpr):
             tanh = 1.0 - r * r
         return tl.exp2(tanh * (cap * 1.4426950408889634)), cap * tanh, 1.0 - tanh * tanh
     else:
-        return tl.exp2((z - shift) * 1.4426950408889634), z - shift, 1.0
+        return tl.exp(z - shift), z - shift, 1.0
 
 
 @jit
 def _cross_entropy_kernel(
-    logits, targets, losses, row_scale, logits_stride, scale_stride, cap, ignore_index,
-    V: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRAD: tl.constexpr, TANH_UNIT: tl.constexpr,
+    logits, targets, losses, row_scale, grads, lse, lse_scale, logits_stride, scale_stride, grads_stride, cap,
+    ignore_index, V: tl.constexpr, BLOCK: tl.constexpr, TANH_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one row and, written over its logits, the gradient. The first BLOCK columns stay in registers; any
-    others are read twice, the second time from L2."""
+    """One row. The first BLOCK columns stay in registers; any others are read twice, the second time from L2."""
     row = tl.program_id(0).to(tl.int64)  # row * V may exceed 2^31
     logits += row * logits_stride
     cols = tl.arange(0, BLOCK)
@@ -71,41 +69,45 @@ def _cross_entropy_kernel(
     z_y = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)
 
     z = tl.load(logits + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-    shift = 0.0 if SOFTCAP else tl.maximum(tl.max(z, 0), -1e38)  # finite even if all of z is -inf
-    first, _first_s, first_slope = _softcap_exp(z, shift, cap, SOFTCAP, TANH_UNIT)
+    shift = tl.maximum(tl.max(z, 0), -1e38) if cap is None else 0.0  # finite even if all of z is -inf
+    first, _first_s, first_slope = _softcap_exp(z, shift, cap, TANH_UNIT)
     first_shift = shift
     total = tl.where(cols < V, first, 0.0)
     for start in range(BLOCK, V, BLOCK):
         mask = start + cols < V
         z = tl.load(logits + start + cols, mask=mask, other=-float("inf")).to(tl.float32)
-        if not SOFTCAP:
+        if cap is None:
             old_shift = shift
             shift = tl.maximum(shift, tl.max(z, 0))
-            total *= tl.exp2((old_shift - shift) * 1.4426950408889634)
-        e = _softcap_exp(z, shift, cap, SOFTCAP, TANH_UNIT)[0]
+            total *= tl.exp(old_shift - shift)
+        e = _softcap_exp(z, shift, cap, TANH_UNIT)[0]
         total += tl.where(mask, e, 0.0)
     total = tl.sum(total, 0)
 
-    e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, SOFTCAP, TANH_UNIT)
+    e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, TANH_UNIT)
     loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # a target out of range must not go unnoticed
     tl.store(losses + row, tl.where(ignored, 0.0, loss))
+    if lse is not None:
+        tl.store(lse + row, tl.log(total) + shift)
 
-    if GRAD:
+    if grads is not None:
+        grads += row * grads_stride
         a = tl.where(ignored, 0.0, tl.load(row_scale + row * scale_stride))
-        scale = a / total
-        first_scale = scale if SOFTCAP else scale * tl.exp2((first_shift - shift) * 1.4426950408889634)
-        tl.store(logits + cols, first * first_slope * first_scale, mask=cols < V)
+        scale = (a if lse_scale is None else a + tl.load(lse_scale + row)) / total
+        first_scale = scale * tl.exp(first_shift - shift) if cap is None else scale
+        tl.store(grads + cols, first * first_slope * first_scale, mask=cols < V)
         for start in range(BLOCK, V, BLOCK):
             mask = start + cols < V
             z = tl.load(logits + start + cols, mask=mask, other=0.0).to(tl.float32)
-            e, _s, slope = _softcap_exp(z, shift, cap, SOFTCAP, TANH_UNIT)
-            tl.store(logits + start + cols, e * slope * scale, mask=mask)
+            e, _s, slope = _softcap_exp(z, shift, cap, TANH_UNIT)
+            tl.store(grads + start + cols, e * slope * scale, mask=mask)
         tl.debug_barrier()  # the whole row is stored before its target column is overwritten
-        tl.store(logits + target, (e_y / total - 1.0) * slope_y * a, mask=valid)
+        tl.store(grads + target, (e_y * scale - a) * slope_y, mask=valid)
 
 
-def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad):
-    """logits (R, V) -> losses (R,). With `grad`, logits become the gradient of sum(row_scale * losses)."""
+def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
+    """From logits (R, V): losses (R,), lse (R,) unless None, and grads (R, V) unless None, the gradient of
+    sum(row_scale * losses + lse_scale * lse). grads may be the logits."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, 32 columns per thread
     if v > 16384:  # the loops need more registers, and unaligned loads even more: a larger block would spill
@@ -113,13 +115,13 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
     warps = 16 if v > 16384 else max(1, block // 1024)
     compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter knows no PTX
     _cross_entropy_kernel[(len(logits),)](
-        logits, targets, losses, row_scale, logits.stride(0), row_scale.stride(0), softcap or 1.0, ignore_index,
-        V=v, BLOCK=block, SOFTCAP=softcap > 0, GRAD=grad, TANH_UNIT=compiled and logits.dtype == torch.bfloat16,
-        num_warps=warps,
+        logits, targets, losses, row_scale, grads, lse, lse_scale,
+        logits.stride(0), row_scale.stride(0), 0 if grads is None else grads.stride(0), softcap, ignore_index,
+        V=v, BLOCK=block, TANH_UNIT=compiled and logits.dtype == torch.bfloat16, num_warps=warps,
     )  # fmt: skip
 
 
-def _rows_torch(logits, targets, losses, row_scale, softcap, ignore_index, grad):
+def _rows_torch(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
     """`_rows_triton` in plain PyTorch."""
     v = logits.shape[1]
     ignored = targets == ignore_index
@@ -129,11 +131,12 @@ def _rows_torch(logits, targets, losses, row_scale, softcap, ignore_index, grad)
     s = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     log_p = s.log_softmax(1)
     losses.copy_(-log_p.gather(1, target).squeeze(1).masked_fill(ignored, 0))
-    if grad:
-        g = log_p.exp_().scatter_add_(1, target, -torch.ones_like(log_p[:, :1]))
-        if softcap:
-            g *= 1 - (s / softcap) ** 2
-        logits.copy_(g * row_scale.masked_fill(ignored, 0)[:, None])
+    if lse is not None:
+        lse.copy_(s.logsumexp(1))
+    if grads is not None:
+        a = row_scale.masked_fill(ignored, 0)[:, None]
+        g = log_p.exp_().mul_(a if lse_scale is None else a + lse_scale[:, None]).scatter_add_(1, target, -a)
+        grads.copy_(g * (1 - (s / softcap) ** 2) if softcap else g)
 
 
 def _rows(logits, *args):
@@ -142,19 +145,19 @@ def _rows(logits, *args):
 
 @jit
 def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
-    """x (n,) *= factor (1,), in fp32. Nothing is read or written if the factor is 1, the usual case."""
+    """x (n,) *= factor (1,), in fp32. Does nothing if the factor is 1, the usual case."""
     f = tl.load(factor)
     if f != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(x + at, tl.load(x + at, mask=at < n).to(tl.float32) * f, mask=at < n)
 
 
-def _tracing(x: Tensor) -> bool:
+def _tracing(x):
     """Whether torch.compile is tracing. Before torch 2.13 only x's type shows it while AOTAutograd traces."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def _scaled(grad, factor):
     """A saved gradient times factor, () or one per row: in fp32, and in place if possible."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative")
@@ -166,22 +169,15 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return grad
 
 
-def _split_scale(row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`row_scale` as early * late: the row kernel multiplies by early before it rounds to `dtype`, `_scaled` by late,
-    which is 1 unless dtype is fp16, whose range is too small for a mean's 1/n."""
-    if dtype != torch.float16 or row_scale.numel() == 0:
-        return row_scale, row_scale.new_ones(())
-    if row_scale.dim() == 0:
-        return row_scale.new_ones(()), row_scale.nan_to_num(posinf=1.0)  # 1/n of no targets; gradients are 0 then
-    largest = row_scale.abs().amax().nan_to_num(1.0, 1.0)
-    late = largest.clamp(torch.finfo(torch.float32).tiny)
-    return row_scale / late, late
+def _split_scale(scale, dtype):
+    """Split the weight () so that fp16 does not underflow: early, for the row kernel, and late, for `_scaled`."""
+    if dtype == torch.float16:
+        return torch.ones_like(scale), scale.nan_to_num(posinf=1.0)  # 1/n of no targets is inf, yet gradients are 0
+    return scale, torch.ones_like(scale)
 
 
-def _chunk_rows(n: int, v: int, itemsize: int, device: torch.device) -> int:
-    """Rows per chunk: about 64 per multiprocessor, at least 4096, at most 1 GiB of logits. With fewer, dx = z W has too
-    few tiles for the GPU (one of 128 x 256 each, if D is 512), and dW is read and written more often. With twice as
-    many, 2% less time (H200)."""
+def _chunk_rows(n, v, itemsize, device):
+    """About 64 per multiprocessor (twice as many save 2% of the time on an H200), at least 4096, at most 1 GiB."""
     if device.type != "cuda":
         return min(max(n, 1), 128)
     rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 64 // 1024 * 1024)
@@ -189,7 +185,7 @@ def _chunk_rows(n: int, v: int, itemsize: int, device: torch.device) -> int:
     return max(1, min(n, rows, limit // 128 * 128 or limit))
 
 
-def _addmm_(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
+def _addmm_(out, a, b, *, beta, alpha):
     """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever a and b are."""
     if a.is_cuda:  # the batched form, since addmm of torch 2.9 adds fp16 products to fp16 only
         out = out[None]
@@ -198,174 +194,170 @@ def _addmm_(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> 
         out.copy_(out.float().addmm_(a.float(), b.float(), beta=beta, alpha=alpha))
 
 
-def _new_dw(x: Tensor, weight: Tensor, need_dw: bool) -> Tensor:
-    """The sum over chunks is in fp32. For a bf16 weight it is in bf16 if that rounds it twice at most."""
+def _outputs(x, weight, need_dx, need_dw):
+    """Empty losses, lse, dx, dw. dw sums up chunks in fp32, for a bf16 weight in bf16 if that rounds at most twice."""
     few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
-    dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
-    return x.new_empty(weight.shape if need_dw else 0, dtype=dtype)
+    dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
+    lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)
+    dx, dw = x.new_empty(x.shape if need_dx else 0), x.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype)
+    return x.new_empty(len(x), dtype=torch.float32), lse, dx, dw
 
 
 @torch.library.custom_op("autoresearch::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, softcap: float, ignore_index: int,
-    need_dx: bool, need_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses (N,) and the gradients of sum(row_scale * losses), where row_scale is () or (N,): dx (N, D) in x's dtype
-    and dw (V, D) from `_new_dw`, each empty if not needed."""
+    x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor | None, softcap: float | None,
+    ignore_index: int, need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
+    sum(row_scale * losses + lse_scale * lse). row_scale: () or (N,)."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
-    losses = x.new_empty(n, dtype=torch.float32)
-    dx = x.new_empty(x.shape if need_dx else 0)
-    dw = _new_dw(x, weight, need_dw)
+    losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits, as |g| <= 1
-    scale = (row_scale if boost == 1 else row_scale * boost).expand(n)
+    row_scale = (row_scale if boost == 1 else row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
     for i in range(0, n, rows):
         part = slice(i, i + rows)
         z = buffer[: n - i]
         torch.mm(x[part], w.T, out=z)  # (R, V)
-        _rows(z, targets[part], losses[part], scale[part], softcap, ignore_index, need_dx or need_dw)
+        outputs = (z, None) if need_dx or need_dw else (None, lse[part])
+        weights = lse_scale if lse_scale is None else lse_scale[part] * boost
+        _rows(z, targets[part], losses[part], row_scale[part], softcap, ignore_index, *outputs, weights)
         if need_dx:
             _addmm_(dx[part], z, w, beta=0.0, alpha=1 / boost)
         if need_dw:
             _addmm_(dw, z.T, x[part], beta=float(i > 0), alpha=1 / boost)
-    return losses, dx, dw if n else dw.zero_()
+    return losses, lse, dx, dw if n else dw.zero_()
 
 
 @_linear_cross_entropy.register_fake
-def _(x, weight, targets, row_scale, softcap, ignore_index, need_dx, need_dw):
-    dx = x.new_empty(x.shape if need_dx else 0)
-    return x.new_empty(len(x), dtype=torch.float32), dx, _new_dw(x, weight, need_dw)
+def _(x, weight, targets, row_scale, lse_scale, softcap, ignore_index, need_dx, need_dw):
+    return _outputs(x, weight, need_dx, need_dw)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """If reduce, row_scale times the sum of the losses, with gradients from the forward. Else losses and lse, whose
+    weights come with the backward: it computes the logits again."""
+
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
         early, late = _split_scale(row_scale, x.dtype)
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
-        losses, dx, dw = _linear_cross_entropy(x, weight, targets, early, softcap, ignore_index, *needs)
-        ctx.options, ctx.reduce, ctx.weight_dtype = (softcap, ignore_index), reduce, weight.dtype
+        losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
+        ctx.options = softcap, ignore_index
         ctx.save_for_backward(*((dx, dw, late) if reduce else (x, weight, targets)))
-        return losses.sum() * row_scale if reduce else losses
+        return losses.sum() * row_scale if reduce else (losses, lse)
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, row_scale, lse_scale=None):
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        if ctx.reduce:
+        if lse_scale is None:
             dx, dw, late = ctx.saved_tensors
-            late = grad_loss * late
-        else:  # each row's weight in dW is known only now: compute everything again
-            x, *rest = ctx.saved_tensors
-            early, late = _split_scale(grad_loss, x.dtype)
-            _, dx, dw = _linear_cross_entropy(x, *rest, early, *ctx.options, need_dx, need_dw)
+            late = row_scale * late
+        else:
+            x, weight, targets = ctx.saved_tensors
+            late = row_scale.new_ones(())
+            if x.dtype == torch.float16 and len(x):  # the row kernel needs weights of at most 1
+                largest = (row_scale.abs() + lse_scale.abs()).amax().nan_to_num(1.0, 1.0)
+                late = largest.clamp(torch.finfo(torch.float32).tiny)
+            scales = row_scale / late, lse_scale / late
+            _, _, dx, dw = _linear_cross_entropy(x, weight, targets, *scales, *ctx.options, need_dx, need_dw)
         dx = _scaled(dx, late) if need_dx else None
-        dw = _scaled(dw, late).to(ctx.weight_dtype) if need_dw else None
+        dw = _scaled(dw, late) if need_dw else None
         return dx, dw, None, None, None, None, None
 
 
-@torch.library.custom_op("autoresearch::cross_entropy", mutates_args=())
-def _cross_entropy(logits: Tensor, targets: Tensor, softcap: float, ignore_index: int) -> Tensor:
+@torch.library.custom_op("autoresearch::cross_entropy", mutates_args={"grads"})
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, row_scale: Tensor, softcap: float | None, ignore_index: int, grads: Tensor | None
+) -> Tensor:
+    """Losses (N,). grads (N, V), unless None, becomes the gradient of sum(row_scale * losses); it may be the logits."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
-    _rows(logits, targets, losses, losses, softcap, ignore_index, False)
-    return losses
-
-
-@torch.library.custom_op("autoresearch::cross_entropy_", mutates_args={"logits"})
-def _cross_entropy_(logits: Tensor, targets: Tensor, row_scale: Tensor, softcap: float, ignore_index: int) -> Tensor:
-    """Losses (N,) of logits (N, V), which become the gradient of sum(row_scale * losses). row_scale: () or (N,)."""
-    losses = logits.new_empty(len(logits), dtype=torch.float32)
-    _rows(logits, targets, losses, row_scale.expand(len(logits)), softcap, ignore_index, True)
+    _rows(logits, targets, losses, row_scale.expand(len(logits)), softcap, ignore_index, grads)
     return losses
 
 
 @_cross_entropy.register_fake
-@_cross_entropy_.register_fake
-def _(logits, targets, *_):
+def _(logits, *_):
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, row_scale, softcap, ignore_index, reduce):
+    def forward(ctx, logits, targets, row_scale, softcap, ignore_index, reduce, inplace):
         early, late = _split_scale(row_scale, logits.dtype)
-        losses = _cross_entropy_(logits, targets, early, softcap, ignore_index)
-        ctx.save_for_backward(logits, late)
+        grads = logits if inplace else logits.new_empty(logits.shape)
+        losses = _cross_entropy(logits, targets, early, softcap, ignore_index, grads)
+        ctx.save_for_backward(grads, late)
         return losses.sum() * row_scale if reduce else losses
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grad, late = ctx.saved_tensors
-        return _scaled(grad, grad_loss * late), None, None, None, None, None
+        grads, late = ctx.saved_tensors
+        return _scaled(grads, grad_loss * late), None, None, None, None, None, None
 
 
-def _flatten(x: Tensor, targets: Tensor, softcap: float | None, ignore_index: int, reduction: str) -> tuple:
-    """Checks the arguments and returns x (N, ...), targets (N,), row_scale (), softcap, ignore_index, reduce."""
+def _flatten(x, targets, softcap, ignore_index, reduction):
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= (softcap or 0) <= 50:
-        raise ValueError(f"softcap must be in (0, 50], where exp(softcap) is far from overflow, or None, not {softcap}")
+        raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     row_scale = (targets != ignore_index).sum().reciprocal() if reduction == "mean" else torch.ones((), device=x.device)
-    return x, targets, row_scale, float(softcap or 0), ignore_index, reduction != "none"
+    return x, targets, row_scale, softcap or None, ignore_index, reduction != "none"
 
 
 def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *,
-    softcap: float | None = None, ignore_index: int = -1, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+    softcap: float | None = None, ignore_index: int = -1, reduction: str = "mean", return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softcap(x @ weight.T): x (..., D), weight (V, D), targets (...) -> fp32 () or, for 'none', (N,).
 
-    The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. As in F.cross_entropy, a mean over no
-    targets is NaN. Differentiating 'none' costs a fourth GEMM."""
+    The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
+    return_lse: (loss, lse), with the fp32 log-sum-exp (N,) of each row's softcapped logits, ignored target or not. So
+    `loss + 1e-4 * lse.square().mean()` has a z-loss. Differentiating lse or 'none' costs a fourth GEMM."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
-    if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, reduce)
-    losses = _linear_cross_entropy(x, weight, targets, row_scale, *options, False, False)[0]
-    return losses.sum() * row_scale if reduce else losses
+    if reduce and not return_lse and torch.is_grad_enabled():
+        return _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, True)
+    losses, lse = _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, False)
+    loss = losses.sum() * row_scale if reduce else losses
+    return (loss, lse) if return_lse else loss
 
 
 def fused_cross_entropy(
-    logits: Tensor, targets: Tensor, *, softcap: float | None = None, ignore_index: int = -1, reduction: str = "mean"
-) -> Tensor:
+    logits: Tensor, targets: Tensor, *,
+    softcap: float | None = None, ignore_index: int = -1, reduction: str = "mean", inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """Cross-entropy of softcap(logits): logits (..., V), targets (...) -> fp32 () or, for 'none', (N,).
 
-    Drop-in for F.cross_entropy, except that logits which require a gradient are overwritten with it."""
+    Drop-in for F.cross_entropy. If inplace, logits that require a gradient are overwritten with it."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logits, targets, row_scale, *options, reduce = _flatten(logits, targets, softcap, ignore_index, reduction)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropyInPlace.apply(logits, targets, row_scale, *options, reduce)
-    losses = _cross_entropy(logits, targets, *options)
+        return _CrossEntropy.apply(logits, targets, row_scale, *options, reduce, inplace)
+    losses = _cross_entropy(logits, targets, row_scale, *options, None)
     return losses.sum() * row_scale if reduce else losses
 
 
-# ---- 4-bit linear ----------------------------------------------------------------------------------------------------
-# Storage as in bitsandbytes: each `block_size` weights of a row share absmax = max |w| in fp32, each weight becomes the
-# index of the code nearest to w / absmax, and each byte holds two indices, the first in its high half:
+# ---- 4-bit linear
+# W is stored as in bitsandbytes: `block_size` weights of a row share absmax = max |w|, each weight is the index of the
+# code nearest to w / absmax, and each byte holds two, the first in its high half. nf4: 16 quantiles of N(0, 1),
+# https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
 #
-#     w[2i], w[2i+1]  ~  absmax[2i // block_size] * (code[packed[i] >> 4], code[packed[i] & 15])
-#
-# Both y = x W^T and dx = dy W need W dequantized for a moment. If the graph showed this, torch.compile would merge the
-# two equal nodes and save W for the backward, even under no_grad. So the op contains the GEMM.
+# y = x W^T and dx = dy W both dequantize W. If the graph showed this, torch.compile would merge the two equal nodes and
+# save W for the backward, even under no_grad. So the op contains the GEMM.
 
-CODES = {  # 16 quantiles of N(0, 1), https://arxiv.org/abs/2305.14314; sign, two exponent bits, one mantissa bit
-    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    "fp4": tuple(sign * v / 12 for sign in (1.0, -1.0) for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FEW_ROWS = 16  # of x: bitsandbytes' CUDA op takes one launch and no dequantized W, if this few
-# bitsandbytes mistakes this file for the hub's package `kernels`, and on some CPUs warns that it lacks something
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+FEW_ROWS = 16  # up to so many rows of x, bitsandbytes' CUDA op needs one launch and no dequantized W
 
 
-def _check_format(shape: tuple[int, ...], quant_type: str, block_size: int) -> None:
-    if quant_type not in CODES or block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+def _check_format(shape, quant_type, block_size):
+    if quant_type not in ("nf4", "fp4") or block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"need 'nf4' or 'fp4' and a power of two from 32 to 4096, not {quant_type!r} and {block_size}")
     if shape[-1] % block_size:  # blocks would cross rows, which bitsandbytes' CPU kernel silently gets wrong
         raise ValueError(f"the last dimension must be a multiple of block_size={block_size}, not {tuple(shape)}")
@@ -373,7 +365,9 @@ def _check_format(shape: tuple[int, ...], quant_type: str, block_size: int) -> N
 
 @functools.cache
 def _bitsandbytes():
-    """Its ops, imported on first use, as the import takes a second."""
+    """Its ops, imported on first use: the import takes a second."""
+    # on some CPUs it takes this file for the hub's package `kernels`, and warns
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes  # noqa: F401, registers the ops
 
     return torch.ops.bitsandbytes
@@ -384,12 +378,12 @@ def quantize_4bit(
     w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    The check waits for the GPU. Without it, a NaN or inf in w makes the absmax of its block NaN or inf."""
+    The check waits for the GPU. Without it, a block with a NaN or inf has such an absmax."""
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
     packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
-    # its absmax, except that on CUDA it ignores NaN, and the loss would stay finite
+    # not its absmax: on CUDA that ignores NaN, and the loss would stay finite
     absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
     if check_finite and not absmax.isfinite().all():
         raise ValueError("w holds NaN or inf")
@@ -398,12 +392,11 @@ def quantize_4bit(
 
 @jit
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words of four bytes, BLOCK apart, to 8 weights each: all accesses are coalesced.
-    GROUP words share an absmax. The 16 codes are in 16 banks of shared memory, so that 32 lookups take one access; a
-    tree of selects takes 2.4 times the instructions. Offsets are int32, as bitsandbytes stops at 2^31."""
+    """Each thread unpacks four words to 8 weights each; GROUP words share an absmax. Codes come from shared memory: a
+    tree of selects takes 2.4 times the instructions. Offsets are int32: bitsandbytes stops at 2^31."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     packed, absmax = (), ()
-    for part in tl.static_range(4):  # all loads first: none would be moved before a store, which might alias it
+    for part in tl.static_range(4):  # all loads first: they cannot move before a store
         word = first + part * BLOCK
         packed += (tl.load(packed_ptr + word, word < n_words),)
         absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
@@ -433,8 +426,10 @@ def _dequantize_triton(packed, absmax, code, out, block_size):
 
 
 @functools.cache
-def _code(quant_type: str, device: torch.device) -> Tensor:
-    return torch.tensor(CODES[quant_type], dtype=torch.float32, device=device)
+def _code(quant_type, device):
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type(quant_type, device)  # fp32 (16,)
 
 
 def dequantize_4bit(
@@ -472,7 +467,7 @@ torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1]
 
 
 def _fastest(x):
-    """The op while torch.compile is tracing; in eager mode the dispatcher would only take host time."""
+    """The op for torch.compile; in eager mode the dispatcher would only take host time."""
     return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
@@ -488,21 +483,17 @@ class _Linear4bit(torch.autograd.Function):  # `weight` is an input only to rece
         assert not torch.is_grad_enabled(), "the 4-bit linear has no second derivative"
         x, packed, absmax = ctx.saved_tensors
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
-        dx = dw = db = None
-        if need_dx:
-            dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format)
-        if need_dw:  # as if quantizing were the identity
-            dw = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).float()
-        if need_db:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
+        dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
+        dy = dy.reshape(-1, dy.shape[-1])
+        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # as if quantizing were the identity
+        db = dy.sum(0, dtype=torch.float32) if need_db else None
         return dx, None, None, dw, db, None, None
 
 
 class Linear4bit(nn.Module):
     """y = x W^T + bias in x's dtype: x (..., in_features), y (..., out_features), W in 4 bits.
 
-    Frozen, the layer holds W as `packed` and `absmax` alone. If `trainable`, an fp32 master `weight` gets W's gradient,
-    while y and dx still come from the 4 bits: call `requantize_` after each optimizer step."""
+    If trainable, W's gradient goes to an fp32 master `weight`: call `requantize_` after each optimizer step."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, trainable: bool = False, quant_type: str = "nf4",
@@ -533,8 +524,7 @@ class Linear4bit(nn.Module):
 
     @torch.no_grad()
     def requantize_(self) -> None:
-        """Quantizes `weight` into the existing buffers. Never waits for the GPU: NaN and inf show in the outputs."""
-        # on CUDA, bitsandbytes quantizes on the default stream, whatever the current one is
+        """Quantizes `weight` into the existing buffers. Does not wait for the GPU: NaN and inf show in the outputs."""
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
@@ -550,15 +540,14 @@ class Linear4bit(nn.Module):
         return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)
 
 
-# ---- Adam on rows ----------------------------------------------------------------------------------------------------
+# ---- Adam on rows
 
 
 @jit
 def _row_adam_kernel(
-    table, exp_avg_sq, ids, order, grads, lr, loss_scale, found_inf, beta2, n, C: tl.constexpr, BLOCK: tl.constexpr
+    table, exp_avg_sq, ids, order, grads, lr, beta2, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per place in the sorted ids. At the first place of a row it sums up the row's gradients, four at a
-    time, and updates the row; elsewhere it ends."""
+    """One program per sorted id. The first of each row sums up its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
     row = tl.load(ids + place)
     if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
@@ -584,13 +573,10 @@ def _row_adam_kernel(
             tl.store(target, weight - tl.load(lr) / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
 
 
-def _row_adam_triton(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf):
+def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
     ids, order = ids.sort(stable=True)  # so that equal gradients give equal sums
-    n, c = grads.shape
-    _row_adam_kernel[(n,)](
-        table, exp_avg_sq, ids, order, grads.contiguous(), lr, loss_scale, found_inf, beta2, n,
-        C=c, BLOCK=triton.next_power_of_2(c),
-    )  # fmt: skip
+    (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
+    _row_adam_kernel[(n,)](table, exp_avg_sq, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
 
 def _row_adam_torch(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf):
@@ -613,46 +599,43 @@ def row_adam_(
 ) -> None:  # fmt: skip
     """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
 
-    ids (N,), with repeats; grads (N, C), each a part of its row's gradient, times loss_scale. The parts are summed
-    first, in fp32, so that a row in half precision is rounded once. exp_avg_sq (R, 1), fp32, starts with a row's first
-    gradient: its first step is lr. A row whose gradient is not finite stays, and all do if found_inf is not 0."""
+    grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
+    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays;
+    all rows do if found_inf is not 0."""
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
 
 
-# ---- Grouped rows ----------------------------------------------------------------------------------------------------
+# ---- Grouped rows
 
 
 def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Places for rows such that blocks of successive places hold rows of one group each.
+    """Places for rows so that each block of successive places holds rows of one group: one batched GEMM over the blocks
+    then multiplies each group by its own matrix, in shapes that do not depend on the data.
 
-    A batched GEMM of the blocks is then a GEMM for each group, at shapes that the data does not change.
-
-    group (N,): int64, of at most 256 groups. Returns the place of each row (N,); the row in each place (P,), or N for
-    padding, P being about 9/8 N where N is 8 groups or more; the group of each block, one-hot, (blocks, groups); the
-    rows of each group (groups,).
-    """
+    group (N,), int64, of at most 256 groups. Returns the place of each row (N,); the row at each place (P,), N if none,
+    P being about 9/8 N; the group of each block, one-hot (blocks, groups); the rows per group (groups,)."""
     if groups > 256:
         raise ValueError(f"at most 256 groups, not {groups}")
     n, device = len(group), group.device
-    size = max(1, n // (8 * groups))  # of a block
-    blocks = n // size + groups
+    block_size = max(1, n // (8 * groups))
+    blocks = n // block_size + groups  # every group's last one may be partly empty
     ranked, order = group.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
     ranked = ranked.long()
     bounds = torch.searchsorted(ranked, torch.arange(groups + 1, device=device))
     rows = bounds.diff()
-    own_blocks = rows // size + 1  # `blocks` in all, at most
+    own_blocks = rows // block_size + 1
     first = own_blocks.cumsum(0) - own_blocks
-    place = torch.arange(n, device=device) + (first * size - bounds[:-1])[ranked]
-    row_at = order.new_full((blocks * size,), n).scatter_(0, place, order)
+    place = torch.arange(n, device=device) + (first * block_size - bounds[:-1])[ranked]  # of each sorted row
+    row_at = order.new_full((blocks * block_size,), n).scatter_(0, place, order)
     block = torch.arange(blocks, device=device)[:, None]
     owner = (first <= block) & (block < first + own_blocks)
     return torch.empty_like(order).scatter_(0, order, place), row_at, owner, rows
 
 
-def _sum_rows(x: Tensor, at: Tensor) -> Tensor:
-    there = at < len(x)
-    return torch.where(there.unsqueeze(-1), x[torch.where(there, at, 0)], 0).sum(1)
+def _sum_rows(x, at):
+    valid = at < len(x)
+    return torch.where(valid.unsqueeze(-1), x[torch.where(valid, at, 0)], 0).sum(1)
 
 
 class _SumRows(torch.autograd.Function):
@@ -667,8 +650,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
-    """Sums of rows, x (R, C) and int64 at (M, J) to (M, C). An index of R is a row of zeros.
+    """x[at].sum(1): x (R, C) and int64 at (M, J) to (M, C). An index of R stands for a row of zeros.
 
-    back (R, K): the sums that each row went into, M standing for none. With it the gradient is a lookup, too, where
-    PyTorch's own would scatter."""
+    back (R, K): the sums that each row is part of, padded with M, so that the gradient is a lookup and no scatter."""
     return _SumRows.apply(x, at, back)

@@ -6,11 +6,12 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --sample "Once"  # text from the saved weights
 
 In the line of nanoGPT, nanochat, modded-nanogpt and karpathy/autoresearch. This file is the experiment: edit it.
-prepare.py holds what an experiment cannot move (data, metric, clock, log), kernels.py the loss and other operators.
+What an experiment cannot move is in prepare.py (data, metric) and harness.py (clock, log), operators in kernels.py.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -54,16 +55,13 @@ FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 @dataclass(frozen=True)
 class Layer:
     full_heads: int    # heads, the first ones, that see the whole context
-    window: int        # earlier tokens that the others see: FA3 slides it, SDPA cuts pieces of it
-    shift: int         # of SDPA's pieces, so that text flows across the cuts of other layers
+    window: int        # earlier tokens that the others see
+    shift: int         # tokens by which `sdpa` shifts its pieces
     value_embed: bool  # whether value embeddings and the first hidden states (x0) enter
 
 
 def layers(config):
-    """One per layer, counted from the last: another depth changes the first layers and leaves the rest.
-
-    Only three kinds, as each costs seconds of compilation.
-    """
+    """One per layer, counted from the last: another depth changes the first layers and leaves the rest."""
     window = min(config.window, config.seq_len)
     return [
         Layer(config.full_heads * (i % 4 == 0), window, shift=i % 2 * window // 2, value_embed=i % 2 == 0)
@@ -82,7 +80,7 @@ class Config:
     n_embd: int             # of the residual stream
     head_dim: int
     seq_len: int            # tokens
-    window: int             # tokens that most heads see; see `layers`
+    window: int             # earlier tokens that most heads see; see `layers`
     full_heads: int         # heads that see the whole context, in the last of every four layers
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
@@ -103,23 +101,24 @@ SIZES = (  # from this many FLOP/s on
 )
 
 
-def pick_numerics(capability: tuple[int, int] | None, has_fa3: bool) -> tuple[torch.dtype, str]:
-    """Activations' dtype and kind of attention for a compute capability (None: no GPU).
-
-    Not by torch.cuda.is_bf16_supported(), which is True on a T4: it emulates bf16.
-    """
-    if capability is None:
+def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
+    """Activations' dtype and kind of attention. torch.cuda.is_bf16_supported() is True on a T4, too: it emulates."""
+    if gpu.capability is None:
         return torch.float32, "sdpa"
-    if capability < (7, 0):
-        raise prepare.PrepareError(f"compute capability {capability} is below 7.0: use --gpu cpu")
-    if capability < (8, 0):
+    if gpu.capability < (7, 0):
+        raise prepare.PrepareError(f"compute capability {gpu.capability} is below 7.0: use --gpu cpu")
+    if gpu.capability < (8, 0):
         return torch.float16, "sdpa"
-    return torch.bfloat16, "fa3" if has_fa3 and capability[0] == 9 else "sdpa"
+    return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
 
 
-def pick_size(peak_flops: float) -> Config:
-    """What TIME_BUDGET pays for on a GPU of that many FLOP/s; 0: no GPU."""
-    return [config for least, config in SIZES if peak_flops >= least][-1]
+def pick_size(gpu: harness.GPU) -> Config:
+    """What TIME_BUDGET pays for on that GPU, with n-gram tables that take at most half of its memory."""
+    config = [config for least, config in SIZES if gpu.peak_flops >= least][-1]
+    rows, row_bytes = config.ngram_rows, 2 * config.n_embd * len(NGRAMS)
+    while 0 < gpu.memory < 2 * rows * row_bytes:
+        rows //= 2
+    return dataclasses.replace(config, ngram_rows=rows)
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
@@ -128,21 +127,6 @@ def scale_batch(config: Config, seconds: float) -> Config:
     sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
     device_batch_size = math.gcd(config.device_batch_size, sequences)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
-
-
-# The fastest first; fp16, so a T4, starts with the third
-SDPA_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-]
-
-
-def load_fa3():
-    """flash_attn_func of FlashAttention-3's official module, or None."""
-    try:
-        from flash_attn_interface import flash_attn_func
-    except (ImportError, OSError):
-        return None
-    return flash_attn_func
 
 
 # ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings
@@ -181,22 +165,11 @@ def ngram_hash(idx, n):
 
 
 class NGramEmbedding(nn.Embedding):
-    """One row per hash of n successive tokens. A batch touches few of the rows, so gradients are sparse.
-
-    The plainest form of Engram's conditional memory (https://arxiv.org/abs/2601.07372).
-    """
+    """One row per hash of n successive tokens: Engram (https://arxiv.org/abs/2601.07372) in its plainest form."""
 
     def __init__(self, n, rows, n_embd, dtype):
         super().__init__(rows, n_embd, dtype=dtype)
-        self.n, self.weight.sparse_grads = n, []
-        self.weight.register_post_accumulate_grad_hook(self.set_aside)
-
-    @staticmethod
-    def set_aside(weight):
-        """Hides a sparse gradient from GradScaler, which would wait for the GPU to sum its rows."""
-        if weight.grad.is_sparse:
-            weight.sparse_grads.append((weight.grad._indices()[0], weight.grad._values()))
-            weight.grad = None
+        self.n = n
 
     def forward(self, idx):
         return super().forward((ngram_hash(idx, self.n) >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
@@ -213,15 +186,52 @@ def induction(idx):
     return idx.gather(1, before + 1), before >= 0
 
 
+# Of SDPA, the fastest first; fp16, so a T4, starts with the third
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def fa2(q, k, v, window, shift):
+    """PyTorch's own FlashAttention-2; whole contexts by SDPA, as cuDNN is faster there."""
+    T, flash = q.size(1), torch.ops.aten._flash_attention_forward
+    if window >= T:
+        return sdpa(q, k, v, T, 0)
+    return flash(q, k, v, None, None, T, T, 0.0, True, False, window_size_left=window, window_size_right=0)[0]
+
+
+def sdpa(q, k, v, window, shift):
+    """SDPA has no windows: a token sees the earlier ones of its piece of `window` tokens.
+
+    Zeros in front shift the cuts, so that text flows across those of other layers. They are an attention sink, too:
+    without them, the first 128 tokens lose 0.004 nats (measured).
+    """
+    B, T, H, D = q.shape
+    W, S = (window, shift) if window < T else (T, 0)
+    if S:
+        q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
+    q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return y.reshape(B, -1, H, D)[:, S : S + T]
+
+
+@functools.cache
+def attention(kind):
+    """Causal attention of q, k and v (B, T, H, D). By fa3 and fa2 a token sees `window` earlier ones, exactly."""
+    if kind == "fa3":
+        flash = harness.load_fa3()
+        # contiguous() is fused here; FA3 may copy twice
+        return lambda q, k, v, window, shift: flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
+    return {"fa2": fa2, "sdpa": sdpa}[kind]
+
+
 class Attention(nn.Module):
     GATE_CHANNELS = 32  # input channels that feed the head gates
 
-    def __init__(self, config, layer, flash):
+    def __init__(self, config, layer, kind):
         super().__init__()
         self.n_head, self.head_dim = config.n_embd // config.head_dim, config.head_dim
-        self.layer, self.flash = layer, flash
+        self.layer, self.attend = layer, attention(kind)
         assert config.n_embd % config.head_dim == 0 and layer.full_heads <= self.n_head, config
-        assert flash or config.seq_len % layer.window == 0, f"SDPA cuts whole pieces: {config}"
+        assert kind != "sdpa" or config.seq_len % layer.window == 0, f"SDPA cuts whole pieces: {config}"
         self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = block_linear(config.n_embd, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
@@ -239,28 +249,10 @@ class Attention(nn.Module):
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer finds what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        attend = self.windows if self.flash else self.pieces
         full, rest = zip(*(t.tensor_split([self.layer.full_heads], dim=2) for t in (q, k, v)))
         heads = ((full, T), (rest, self.layer.window))
-        y = torch.cat([attend(*qkv, window) for qkv, window in heads if qkv[0].numel()], 2)
+        y = torch.cat([self.attend(*qkv, window, self.layer.shift) for qkv, window in heads if qkv[0].numel()], 2)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
-
-    def windows(self, q, k, v, window):
-        # contiguous() is fused here; FA3 may copy twice
-        return self.flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
-
-    def pieces(self, q, k, v, window):
-        """Causal attention within pieces of `window` tokens. Zeros in front and behind shift the cuts.
-
-        Those in front are an attention sink: without them, the first 128 tokens lose 0.004 nats (measured).
-        """
-        B, T, H, D = q.shape
-        W, S = (window, self.layer.shift) if window < T else (T, 0)
-        if S:
-            q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
-        q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        return y.reshape(B, -1, H, D)[:, S : S + T]
 
 
 def leaky_relu_squared(x):
@@ -318,9 +310,9 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer, flash):
+    def __init__(self, config, layer, kind):
         super().__init__()
-        self.attn, self.mlp = Attention(config, layer, flash), MLP(config)
+        self.attn, self.mlp = Attention(config, layer, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
         self.x0_lambda = nn.Parameter(torch.empty(())) if layer.value_embed else None  # and of the first embeddings
@@ -346,13 +338,13 @@ def compiled(function):
 
 
 class GPT(nn.Module):
-    def __init__(self, config: Config, dtype: torch.dtype, flash=None):
+    def __init__(self, config: Config, dtype: torch.dtype, attention: str):
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.attention = config, dtype, attention
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
         self.induction_embed = nn.Embedding(config.vocab_size + 1, config.n_embd)  # the last row: nothing found
-        self.blocks = nn.ModuleList(Block(config, layer, flash) for layer in layers(config))
+        self.blocks = nn.ModuleList(Block(config, layer, attention) for layer in layers(config))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -368,6 +360,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight)
         for table in (*self.ngram_embeds, self.induction_embed):
             nn.init.zeros_(table.weight)
+            table.sparse = False  # gradients, unless make_optimizer asks for it
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
             if p.ndim > 1 and p.size(-1) > 1:  # c_proj starts at zero, so that every block is the identity
@@ -377,38 +370,35 @@ class GPT(nn.Module):
             nn.init.ones_(block.residual_lambda)
             if block.x0_lambda is not None:
                 nn.init.constant_(block.x0_lambda, X0_LAMBDA)
-            if block.experts is not None:
-                nn.init.zeros_(block.experts.bias)
-                nn.init.zeros_(block.experts.load)
+            for part in block.children():
+                matrices = [name for name, p in part.named_parameters() if p.ndim > 1]
+                assert not matrices or "c_proj" in str(matrices), f"name the last of {matrices} c_proj: it starts at 0"
         forgotten = [name for name, p in self.named_parameters() if p.flatten()[0].isnan()]
         assert not forgotten, f"init_weights sets no values for {forgotten}: add them there"
         update_buffers(self)
 
     def look_up(self, idx, followers, found, ngrams):
-        """Tokens (B, T), what `induction` finds for them and their n-grams' embeddings, each (B, T, C), to the first
-        hidden states (B, T, C)."""
+        """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to first hidden states (B, T, C)."""
         # cast before the lookups: no (B, T, C) in fp32
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
-        # where() instead of a lookup of the last row: most positions would add their gradients to it, one by one
+        # where(): a lookup would add the gradients of most positions to the last row one by one
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
         return norm(x)
 
     def trunk(self, idx, followers, found, ngrams):
-        """As look_up, to the last hidden states (B, T, C)."""
+        """As look_up, to the last hidden states."""
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         x0 = self.look_up(idx, followers, found, ngrams)
-        x = x0.view_as(x0)  # avoid aliased arguments, which would recompile block 0
+        x = x0.view_as(x0)  # aliased arguments would recompile block 0
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
         return norm(x)
 
     def compile_trunk(self) -> None:
-        """A deep trunk by halves of blocks, so that each kind of attention is compiled once, and the MLP once.
-
-        A shallow one as a whole: a T4's step is 2% shorter (modelled), as kernels reach across blocks.
-        """
-        torch.compiler.config.cache_key_tag = str(SDPA_BACKENDS)  # forward() sets them, so the caches do not see them
+        """A deep trunk by halves of blocks: each kind of attention is compiled once, and the MLP once. A shallow one
+        whole, as kernels reach across blocks: a T4's step is 2% shorter (modelled)."""
+        torch.compiler.config.cache_key_tag = str(BACKENDS)  # forward() sets them, so the caches do not see them
         torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
         # partial() and not the bound method, which a copy of the model would share
         if self.config.depth <= 4:
@@ -422,9 +412,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens for seq_len={self.config.seq_len}"
-        backends = SDPA_BACKENDS[2 * (self.dtype == torch.float16) :]
-        # enable_grad, so that evaluation runs what training has compiled
-        with torch.enable_grad(), sdpa_kernel(backends, set_priority=True):
+        # enable_grad: evaluation runs what training has compiled
+        with torch.enable_grad(), sdpa_kernel(BACKENDS[2 * (self.dtype == torch.float16) :], set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         if targets is None:
             logits = self.lm_head(x).float()
@@ -444,7 +433,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def update_buffers(model):
-    """After each step: 4-bit codes follow their weights, experts with less than their share of tokens gain in bias."""
+    """After each step: 4-bit codes follow weights, experts with less than their share of tokens gain in bias."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.requantize_()
@@ -453,17 +442,12 @@ def update_buffers(model):
             module.load.zero_()
 
 
-def build_model(config: Config | dict, device: torch.device, capability: tuple[int, int] | None) -> GPT:
+def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -> GPT:
     """A fresh GPT. config: a Config, or the dict of its fields that a checkpoint holds."""
     config = Config(**config) if isinstance(config, dict) else config
-    flash = load_fa3()
-    dtype, attention = pick_numerics(capability, flash is not None)
-    if capability == (9, 0) and attention != "fa3":
-        index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
-        print(f"Running on SDPA, without FlashAttention-3: pip install flash-attn-3 --index-url {index}")
     torch.set_float32_matmul_precision("high")
     with device:
-        model = GPT(config, dtype, flash if attention == "fa3" else None)
+        model = GPT(config, *pick_numerics(gpu))
         model.init_weights()
     if device.type == "cuda":
         model.compile_trunk()
@@ -488,8 +472,7 @@ def assign(old, new, skip):
 
 
 def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
-    """Gradients (n, R, C), times loss_scale, to matrices of spectral norm below 1. hyper (3,): learning rate, weight
-    decay, Nesterov momentum."""
+    """Scaled gradients (n, R, C) to matrices of spectral norm below 1. hyper (3,): learning rate, decay, momentum."""
     momentum = hyper[2]
     grad = grad / loss_scale
     buffer = momentum_buffer.lerp(grad, 1 - momentum)
@@ -509,9 +492,8 @@ def polar_express(x):
     return x
 
 
-def muon_update(p, update, second_moment, scale, rate, hyper, skip):
-    """In place: p and the orthogonal update (n, R, C); second_moment (n, R, 1); scale of the update, rate of both
-    update and decay (n, 1, 1)."""
+def muon_update(p, update, second_moment, scale, hyper, skip):
+    """In place: p and the orthogonal update (n, R, C), second_moment (n, R, 1); scale (n, 1, 1): of the update."""
     lr, decay, _ = hyper.unbind()
     update = update.float()
     # NorMuon (https://arxiv.org/abs/2510.05491): rows evened out by their second moment, the norm as before
@@ -521,68 +503,62 @@ def muon_update(p, update, second_moment, scale, rate, hyper, skip):
     total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
     update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
     cautious = update * p >= 0  # decay only where it agrees with the update
-    assign(p, p - lr * rate * (scale * update + decay * p * cautious), skip)
+    assign(p, p - lr * (scale * update + decay * p * cautious), skip)
     assign(second_moment, moment, skip)
 
 
 def as_stack(t):
-    """A matrix (R, C), or one per expert (E, R, C), as a view (n, R, C), R >= C: each in squares if one side is a
-    multiple of the other (so q, k and v count separately), else whole."""
+    """View of a matrix (R, C), or of one per expert (E, R, C), as what Muon orthogonalizes: (n, R, C) with R >= C.
+
+    Wide matrices are transposed. One with sides 1 : k is k squares, so q, k and v count separately.
+    """
+    wide, squares = t.size(-2) < t.size(-1), max(t.shape[-2:]) % min(t.shape[-2:]) == 0
+    squares = squares and not (wide and t.ndim == 3)  # no view
     t = t.view(-1, *t.shape[-2:])
-    t = t.mT if t.size(1) < t.size(2) else t
-    return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if t.size(1) % t.size(2) == 0 else t
+    t = t.mT if wide else t
+    return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if squares else t
 
 
-def from_stack(stack, shape):
-    """The view of that shape whose as_stack is this stack."""
-    t = stack.view(-1, max(shape[-2:]), min(shape[-2:]))
-    return (t if shape[-2] >= shape[-1] else t.mT).view(shape)
+def join(parts):  # uncompiled: Inductor would make one kernel per part
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """Groups of kind 'muon' hold matrices whose stacks have one shape, 'sparse' tables with sparse gradients.
 
-    Muon replaces the momentum of a matrix's gradient by the nearest orthogonal matrix, so that all directions learn at
-    one rate (https://kellerjordan.github.io/posts/muon). Unscaling and skipping (`_step_supports_amp_scaling`) happen
-    on the device: no step waits for the GPU.
+    Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal matrix, so
+    that all directions learn at one rate. No step waits for the GPU.
     """
-
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
     def __init__(self, groups: list[dict], dtype: torch.dtype):
         super().__init__(groups, defaults={})
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
-        self.steps, self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(3))
+        self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
         self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets it and found_inf before each step
-        for group in self.param_groups:
+        self.tables = {}  # by group; GradScaler must not see them, as it would wait for the GPU to sum their rows
+        for i, group in enumerate(self.param_groups):
             params = group["params"]
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
-                # a matrix moves by sqrt(max(1, rows / columns)) times an orthogonal one
-                shares = [min(1, p.size(-2) / p.size(-1)) * s.size(1) / s.size(2) for p, s in zip(params, stacks)]
-                scales = [share**0.5 for share in shares]
-                rates = [EXPERT_LR_SCALE if p.ndim == 3 else 1.0 for p in params]
-                ones = [torch.ones_like(s[:, :1, :1]) for s in stacks]
-                scale, rate = (torch.cat([one * v for one, v in zip(ones, values)]) for values in (scales, rates))
-                group["stack"] = stack = torch.cat(stacks)  # (n, R, C); the parameters become views of it
-                for p, part in zip(params, stack.split([len(s) for s in stacks])):
-                    p.data = from_stack(part, p.shape)
-                group["state"] = [scale, rate, torch.zeros_like(stack), torch.zeros_like(stack[..., :1])]
+                stack, scales = join(stacks), [(s.size(1) / p.size(-1)) ** 0.5 for p, s in zip(params, stacks)]
+                # a matrix (R, C) moves by sqrt(max(1, R / C)) times an orthogonal one
+                scale = join([torch.full_like(s[:, :1, :1], scale) for s, scale in zip(stacks, scales)])
+                group["state"] = [scale, torch.zeros_like(stack), torch.zeros_like(stack[..., :1])]
             elif group["kind"] == "sparse":
                 given = group["betas"][0], group["weight_decay"]
-                assert given == (0, 0), f"row_adam_ has no momentum and no weight decay, so not {given}"
+                assert given == (0, 0), f"row_adam_ has no momentum and no weight decay: {given}"
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
-                for p in params:
-                    p.sparse_grads.clear()  # of a step that ran out of memory
+                self.tables[i], group["params"] = params, []
             else:
-                group["state"] = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+                steps = [torch.zeros((), device=self.device)] * len(params)
+                group["state"] = [*([torch.zeros_like(p) for p in params] for _ in range(2)), steps]
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for p in group["params"] if group["kind"] == "sparse" else ():
-                p.sparse_grads.clear()
+        for p in itertools.chain(*self.tables.values()):
+            p.grad = None
 
     @torch.no_grad()
     def step(self):
@@ -591,43 +567,42 @@ class MuonAdamW(torch.optim.Optimizer):
         assert loss_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
         skip = found_inf > 0
         wrap = compiled if self.device.type == "cuda" else (lambda f: f)
-        self.steps += 1 - found_inf
         self.num_skipped += found_inf
         hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
-        for group, h in zip(self.param_groups, hyper.to(self.device, non_blocking=True)):
-            if group["kind"] == "sparse":
-                for p, exp_avg_sq in zip(group["params"], group["state"]):
-                    assert p.grad is None, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
-                    if p.sparse_grads:  # else an edit has left it unused
-                        ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*p.sparse_grads))
-                        row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
+        for i, (group, h) in enumerate(zip(self.param_groups, hyper.to(self.device, non_blocking=True))):
+            for p, exp_avg_sq in zip(self.tables.get(i, ()), group["state"]):
+                if p.grad is not None:  # else an edit has left it unused
+                    assert p.grad.is_sparse, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
+                    ids, grads = p.grad._indices()[0], p.grad._values()
+                    row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
+            if i in self.tables:
                 continue
+            params = [p.detach() for p in group["params"]]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             if group["kind"] == "muon":
-                storages = {t.untyped_storage().data_ptr() for t in (group["stack"], *group["params"])}
-                assert len(storages) == 1, "p.data = ... cuts a matrix off from its stack: use p.data.copy_(...)"
-                scale, rate, momentum_buffer, second_moment = group["state"]
-                # stacked here: Inductor would compile one kernel per parameter
-                grad = torch.cat([as_stack(g) for g in grads])  # (n, R, C)
+                scale, momentum_buffer, second_moment = group["state"]
+                stacks = [as_stack(p) for p in params]
+                stack, grad = join(stacks), join([as_stack(g) for g in grads])  # (n, R, C)
                 update = wrap(muon_direction)(grad, momentum_buffer, h, self.dtype, loss_scale, skip)
-                wrap(muon_update)(group["stack"], polar_express(update), second_moment, scale, rate, h, skip)
+                wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
+                if len(stacks) > 1:  # else `stack` is a view of the parameter
+                    torch._foreach_copy_(stacks, stack.split([len(s) for s in stacks]))
             else:
-                beta1, beta2 = group["betas"]
-                params = [p.detach() for p in group["params"]]
+                (beta1, beta2), (exp_avgs, exp_avg_sqs, steps) = group["betas"], group["state"]
+                steps[0] += 1 - found_inf  # all are one tensor
                 torch._fused_adamw_(
-                    params, grads, *group["state"], [], [self.steps] * len(params), lr=h[0], beta1=beta1, beta2=beta2,
-                    weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False, maximize=False,
-                    grad_scale=loss_scale, found_inf=found_inf,
+                    params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=h[0], beta1=beta1, beta2=beta2,
+                    weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False,
+                    maximize=False, grad_scale=loss_scale, found_inf=found_inf,
                 )
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the group whose key is a part of its name, other matrices of the blocks to Muon."""
+    """A parameter goes to the group whose key is part of its name, other matrices of a block to Muon."""
     adamw_scale = (model.config.n_embd / 768) ** -0.5  # of nanochat, tuned at width 768
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
-        initial = dict(initial_lr=lr, initial_weight_decay=weight_decay)
-        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[], **initial)
+        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[])
 
     groups = {
         "lm_head": group(UNEMBEDDING_LR * adamw_scale),
@@ -641,14 +616,15 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         "router": group(ROUTER_LR),
     }
     for name, p in model.named_parameters():
-        key = next((key for key in groups if isinstance(key, str) and f".{key}." in f".{name}."), None)
+        key = next((key for key in groups if f".{key}." in f".{name}."), None)
         if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
-            key = tuple(as_stack(p).shape[1:])
-            groups.setdefault(key, group(MATRIX_LR, None, MATRIX_DECAY, "muon"))
+            kind, scale = ("experts", EXPERT_LR_SCALE) if p.ndim == 3 else ("matrices", 1)
+            key = f"{kind} {tuple(as_stack(p).shape[1:])}"  # one shape per group
+            groups.setdefault(key, group(MATRIX_LR * scale, None, MATRIX_DECAY, "muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"] += [p] * p.requires_grad  # decay would move a frozen one
     for table in model.ngram_embeds:
-        table.sparse = True  # gradients of touched rows only
+        table.sparse = groups["ngram_embeds"]["kind"] == "sparse"  # gradients of touched rows only
     return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
 
 
@@ -656,13 +632,14 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
 
 def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
-    """progress: share of the budget spent, in [0, 1]."""
+    """progress: share of the budget spent, in [0, 1]. Takes any torch.optim.Optimizer."""
     for group in optimizer.param_groups:
-        if group["kind"] != "sparse":  # constant LR: rows first seen late still need full steps
-            group["lr"] = group["initial_lr"] * (1 - (1 - FINAL_LR) * progress)
-        if group["kind"] == "muon":
+        kind = group.get("kind")
+        if kind != "sparse":  # constant LR: rows first seen late still need full steps
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - (1 - FINAL_LR) * progress)
+        if kind == "muon":
             group["momentum"] = 0.85 + 0.05 * min(1.0, step / MOMENTUM_WARMUP)
-            group["weight_decay"] = group["initial_weight_decay"] * (1 - progress)
+            group["weight_decay"] = group.setdefault("initial_weight_decay", group["weight_decay"]) * (1 - progress)
 
 
 # ---- Training
@@ -689,10 +666,25 @@ def train_step(model, optimizer, scaler, loader):
     return total, epoch
 
 
+class Resets:
+    """When to zero the n-gram tables: with whole epochs left, so that they never see the same text twice."""
+
+    def __init__(self, epoch_tokens):
+        self.epoch_tokens, self.epochs_left = 0.98 * epoch_tokens, math.inf  # 2% for errors of the pace
+
+    def due(self, clock):
+        left = clock.tokens_left()
+        if left == math.inf:  # in the first 5%: what is due there comes right after
+            return False
+        before = min(self.epochs_left, (clock.tokens + left) // self.epoch_tokens)
+        self.epochs_left = min(before, left // self.epoch_tokens)
+        return self.epochs_left < before
+
+
 def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: harness.GPU):
     """Returns the model and numbers for the summary."""
-    config = dataclasses.replace(pick_size(gpu.peak_flops), vocab_size=tokenizer.get_vocab_size())
-    model = build_model(scale_batch(config, clock.seconds), device, gpu.capability)
+    config = dataclasses.replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
+    model = build_model(scale_batch(config, clock.seconds), device, gpu)
     harness.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
 
     torch.manual_seed(seed)
@@ -700,24 +692,24 @@ def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
-    epoch_tokens, epochs_left = len(prepare.TokenStream(tokenizer, "train")), 0
+    resets = Resets(len(prepare.TokenStream(tokenizer, "train")))
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress(), clock.steps)
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch)
-        before, epochs_left = epochs_left, clock.tokens_left() // (0.98 * epoch_tokens)
-        if epochs_left < before:
-            for table in model.ngram_embeds:  # start over: they know text by heart
+        if resets.due(clock):
+            for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
     flops = model.flops_per_token() * clock.tokens / clock.elapsed()
+    peak = harness.this_gpu().peak_flops * (device.type == "cuda")  # not of the GPU that --gpu names
     return model.eval(), {
-        "mfu_percent": f"{100 * flops / (gpu.peak_flops or math.inf):.2f}",
+        "mfu_percent": f"{100 * flops / (peak or math.inf):.2f}",
         "depth": config.depth,
-        "numerics": f"{model.dtype}/{'fa3' if model.blocks[0].attn.flash else 'sdpa'}".removeprefix("torch."),
+        "numerics": f"{model.dtype}/{model.attention}".removeprefix("torch."),
         "skipped_steps": int(getattr(optimizer, "num_skipped", 0)),
     }
 

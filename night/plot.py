@@ -23,7 +23,8 @@ def plot(_=None) -> None:
     for place, ax in zip(places, figure.subplots(len(places), squeeze=False)[:, 0], strict=True):
         lines += draw(ax, *place, [row for row in rows if (row["gpu"], row["dataset"]) == place])
     figure.set_size_inches(9, 4.3 * len(places) + 0.16 * lines)
-    figure.savefig(harness.RESULTS.with_name("progress.png"), dpi=180)
+    figure.savefig(path := harness.RESULTS.with_name("progress.png"), dpi=180)
+    print(path)
 
 
 def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
@@ -38,12 +39,14 @@ def draw(ax, gpu: str, dataset: str, rows: list[dict]) -> int:
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
-    lowest = np.minimum.accumulate(np.where(status == "keep", y, np.inf))
-    ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
-    if noise := seed_noise(gpu, dataset):
-        band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
-        ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
-    ax.set(ylim=(best - margin, worst + margin), xlabel="experiment", ylabel="val_bpb")
+    if (status == "keep").any():
+        lowest = np.minimum.accumulate(np.where(status == "keep", y, np.inf))
+        ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
+        if noise := seed_noise(gpu, dataset):
+            band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
+            ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
+    ax.set(ylim=(best - margin, worst + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{gpu}, {dataset}\nval_bpb {change}", loc="left", size=10, parse_math=False)

@@ -1,18 +1,16 @@
 """The morning after: how much of the night's gain was luck?"""
 
 import argparse
-import math
-import re
 import statistics
 
 import harness
-import prepare
+from harness import Description, Label
 from night.plot import plot
-from night.rows import REPORT, TEST, experiments
-from night.wave import start_ray, train_all
+from night.rows import experiments, good, in_history
+from night.wave import Run, start_ray, train_all
 from prepare import PrepareError
 
-T_95 = 4.30, 2.78, 2.45, 2.31, 2.23, 2.18, 2.14, 2.12, 2.10  # Student's t for two means of 2, 3, ... 10 runs each
+CAUTION = "The errors are those of seeds; another text would move the gains, too, and that is not in them."
 
 
 def report(args: argparse.Namespace) -> None:
@@ -20,22 +18,24 @@ def report(args: argparse.Namespace) -> None:
     seeds = range(101, 101 + (args.seeds or [3])[0])  # that no experiment has used
     if len(seeds) < 2:
         raise PrepareError("--seeds takes 2 or more: one run has no standard error")
-    dataset, (_, pattern) = prepare.dataset_id(), start_ray(args)
-    rows = [row for row in experiments() if row["dataset"] == dataset and re.fullmatch(pattern, row["gpu"])]
+    kind = start_ray(args)
+    rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
-        raise PrepareError(f"no experiment on {dataset} with this GPU and budget: there is nothing to report")
+        raise PrepareError(f"no experiment on {kind.dataset} with this GPU and budget: there is nothing to report")
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = [row for row in rows if row["status"] == "keep"]
     status = [row["status"] for row in rows]
-    title = f"{gpu}, {dataset}: {len(rows)} experiments, {len(kept)} kept, {status.count('crash')} crashed."
+    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {status.count('crash')} crashed."
     print(title)
+    kept = in_history(kept)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
-        text = "Fewer than two revisions were kept: there is no gain to report."
+        text = "Fewer than two revisions were kept on this branch: there is no gain to report."
     else:
-        args.score = True
-        runs = {(row["commit"], f"report: seed {seed}"): seed for seed in seeds for row in (kept[0], kept[-1])}
-        text = gains(kept[0], kept[-1], train_all(runs, args, gpu, re.escape(gpu + REPORT), REPORT))
+        kind = kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False)
+        ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
+        runs = [Run(commit, str(Description(text, seed)), seed) for seed in seeds for commit, text in ends]
+        text = gains(kept[0], kept[-1], list(train_all(runs, args, kind).values()))
     print(f"\n{text}")
     harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n![](progress.png)\n", "utf-8")
     plot()
@@ -43,25 +43,62 @@ def report(args: argparse.Namespace) -> None:
 
 def gains(first: dict, last: dict, rows: list[dict]) -> str:
     """What the last kept row gains over the first, as logged and in the rows of a report; and what of that was luck."""
-    logged, left = first["val_bpb"] - last["val_bpb"], []
-    lines = ["| bits per byte | first kept | last kept | gain | standard error |", "| --- | --- | --- | --- | --- |"]
+    logged = first["val_bpb"] - last["val_bpb"]
+    lines = [
+        f"First kept: {first['commit']}, {first['description']}. Last kept: {last['commit']}, {last['description']}."
+    ]
+    lines += [
+        "",
+        "| bits per byte | first kept | last kept | gain | standard error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     lines.append(f"| val, as logged | {first['val_bpb']:.4f} | {last['val_bpb']:.4f} | {logged:.4f} | |")
-    for split, place in (("val", "on new seeds"), ("test", "on text that no experiment has seen")):
-        scores: dict[str, list[float]] = {first["commit"]: [], last["commit"]: []}
-        for row in rows:
-            score = row["val_bpb"] if split == "val" else float(row["description"].partition(TEST)[2] or 0)
-            scores[row["commit"]] += [score] if score else []  # a crash has none
-        n = min(map(len, scores.values()))
-        if n >= 2:
-            before, after = map(statistics.mean, scores.values())
-            gain, error = before - after, math.sqrt(sum(statistics.variance(s) / len(s) for s in scores.values()))
-            lines.append(f"| {split}, mean of {n} seeds | {before:.4f} | {after:.4f} | {gain:.4f} | {error:.4f} |")
-            left.append(f"{gain:.4f} +- {error:.4f} {place}")
-            stands = gain > T_95[min(n, 10) - 2] * error
-    if not left:
+    found = {}
+    for split in ("val", "test"):
+        before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
+        if min(len(before), len(after)) >= 2:
+            gain, error, stands = found[split] = difference(before, after)
+            seeds = len(before) if len(before) == len(after) else f"{len(before)} and {len(after)}"
+            means = " | ".join(f"{statistics.mean(group.values()):.4f}" for group in (before, after))
+            lines.append(f"| {split}, mean of {seeds} seeds | {means} | {gain:.4f} | {error:.4f} |")
+    if not found:
         raise PrepareError("fewer than two runs of a revision have ended well: see their rows; --again repeats them")
-    left = f"of the {logged:.4f} gained as logged: {' and '.join(left)}"
-    verdict = f"What stands {left}. The rest, {max(0.0, logged - gain):.4f}, was luck."
-    if not stands:
-        verdict = f"The night found nothing that stands. What is left {left}, no more than chance gives."
-    return "\n".join([*lines, "", verdict])
+    gain, error, _ = found["val"]
+    luck = min(logged, logged - gain)
+    verdict = [
+        "What the night found stands." if stands else "The night found nothing that stands: chance may do as much."
+    ]
+    verdict.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
+    verdict += [f"The rest, {luck:.4f}, was luck."] if luck > error else []
+    if "test" in found:
+        verdict.append("On text that no experiment has seen it is {:.4f} +- {:.4f}.".format(*found["test"]))
+    verdict.append(CAUTION)
+    for row in (first, last):
+        tokens = statistics.mean(run["tokens_M"] for run in good(rows, row["commit"]))
+        if tokens < 0.98 * row["tokens_M"]:
+            verdict.append(
+                f"{row['commit']} saw {tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged: a busy machine?"
+            )
+    return "\n".join([*lines, "", *verdict])
+
+
+def scores(rows: list[dict], split: str) -> dict[int, float]:
+    """By seed."""
+    parts = [(Description.parse(row), row["val_bpb"]) for row in rows]
+    pairs = {part.seed: val_bpb if split == "val" else part.test_bpb for part, val_bpb in parts}
+    return {seed: bpb for seed, bpb in pairs.items() if bpb is not None}
+
+
+def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, bool]:
+    """Of the means: the gain, its standard error, and whether it is above 0 at 95% by Student's t.
+
+    In pairs where the seeds are the same; else, as a run has crashed, by Welch's test.
+    """
+    from scipy import stats
+
+    if before.keys() == after.keys():
+        test = stats.ttest_rel([before[seed] for seed in after], list(after.values()))
+    else:
+        test = stats.ttest_ind(list(before.values()), list(after.values()), equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    return (low + high) / 2, (high - low) / 2 / stats.t.ppf(0.975, test.df), low > 0

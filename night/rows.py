@@ -1,42 +1,119 @@
-"""What the rows of results.tsv say of experiments."""
+"""What the rows of results.tsv say of experiments, and the commit that the next one starts from."""
 
+import argparse
 import math
-import re
+import os
 import statistics
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
 
 import harness
+import prepare
+from harness import Description, Label
+from prepare import PrepareError
 
-REPORT = ", report"  # ends the gpu of a report's rows, so that they compare among themselves only
-TEST = ", test "  # in their description, before the score on the test split
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Kind(NamedTuple):
+    """Rows that compare with each other."""
+
+    gpus: list[str]  # their names
+    setting: str  # what was set by hand, as harness.budget_name has it
+    dataset: str
+    report: bool = False
+    anywhere: bool = False  # in a cluster: on other GPUs, too
+
+    def rows(self) -> list[dict]:
+        return [row for row in harness.read_results() if self.holds(row)]
+
+    def holds(self, row: dict) -> bool:
+        gpu, *rest = Label.parse(row["gpu"])
+        here = self.anywhere or gpu in self.gpus
+        return here and rest == [self.setting, self.report] and row["dataset"] == self.dataset
 
 
 def name_of(row: dict) -> tuple[str, str]:
-    """Commit and description of the row's run: without the reason of a crash, and the test score of a report."""
-    description = row["description"]
-    if row["status"] == "crash":
-        description = description.rpartition("[")[0].rstrip()
-    return row["commit"], description.partition(TEST)[0] if row["gpu"].endswith(REPORT) else description
-
-
-def rows_of(commit: str) -> list[dict]:
-    return [row for row in harness.read_results() if row["commit"] == commit]
-
-
-def rows_on(gpu: str, dataset: str) -> list[dict]:
-    """The rows on a dataset, and on a gpu that matches a pattern."""
-    return [row for row in harness.read_results() if row["dataset"] == dataset and re.fullmatch(gpu, row["gpu"])]
+    """Commit, and description without the reason of a crash and the score on the test split: the name of the run."""
+    return row["commit"], str(Description.parse(row)._replace(test_bpb=None, reason=""))
 
 
 def experiments() -> list[dict]:
     """The rows of results.tsv, without those of reports and without a crash whose run has a later row."""
-    rows = [row for row in harness.read_results() if not row["gpu"].endswith(REPORT)]
+    rows = [row for row in harness.read_results() if not Label.parse(row["gpu"]).report]
     last = {(*name_of(row), row["gpu"], row["dataset"]): i for i, row in enumerate(rows)}
     return [row for i, row in enumerate(rows) if row["status"] != "crash" or i in last.values()]
 
 
+def good(rows: list[dict], commit: str) -> list[dict]:
+    """Those of a commit that did not crash."""
+    return [row for row in rows if row["commit"] == commit and row["status"] != "crash"]
+
+
 def seed_noise(gpu: str, dataset: str) -> float:
     """Standard deviation of val_bpb from seed to seed, by the runs of a report; 0 without a report."""
-    rows = [row for row in rows_on(re.escape(gpu + REPORT), dataset) if row["status"] != "crash"]
-    groups = [[row["val_bpb"] for row in rows if row["commit"] == commit] for commit in {row["commit"] for row in rows}]
+    name, setting, _ = Label.parse(gpu)
+    rows = Kind([name], setting, dataset, report=True).rows()
+    groups = [[row["val_bpb"] for row in good(rows, commit)] for commit in {row["commit"] for row in rows}]
     variances = [statistics.variance(group) for group in groups if len(group) > 1]
     return math.sqrt(statistics.mean(variances)) if variances else 0.0
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error; NaN for the error of fewer than two."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+# ------------------------------------------------------------------------------------------ the commit to go back to
+def git(*args: str) -> bytes:
+    return subprocess.check_output(["git", *args], cwd=ROOT)
+
+
+def in_history(rows: list[dict]) -> list[dict]:
+    """Those whose commit is HEAD or an ancestor of it: ideas on side branches count once they are merged."""
+    history = {line[:7] for line in git("rev-list", "HEAD").decode().split()}
+    return [row for row in rows if row["commit"] in history]
+
+
+def reference(kind: Kind) -> str:
+    """The commit that the next experiment of a kind starts from: that of the last kept row, if there is none the first.
+
+    Without any row of the kind, that of the five-minute runs; without those, HEAD.
+    """
+    for setting in (kind.setting, ""):
+        rows = in_history(kind._replace(setting=setting).rows())
+        kept = [row["commit"] for row in rows if row["status"] == "keep"]
+        if rows:
+            return kept[-1] if kept else rows[0]["commit"]
+    return git("rev-parse", "HEAD").decode()[:7]
+
+
+def print_reference(args: argparse.Namespace) -> None:
+    print(reference(Kind([harness.gpu_name()], args.setting, prepare.dataset_id())))
+
+
+def keep(args: argparse.Namespace) -> None:
+    """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
+    commit = git("rev-parse", "--verify", f"{args.revisions[0]}^{{commit}}").decode()[:7]
+    kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
+    status, path = "discard" if args.discard else "keep", harness.RESULTS.resolve()
+    with harness.locked(path) as log:
+        log.seek(0)
+        lines = log.read().split(b"\n")
+        rows = [harness.parse_row(line.decode(errors="replace")) for line in lines]
+        found = [i for i, row in enumerate(rows) if row and kind.holds(row) and good([row], commit)]
+        if not found:
+            where = f"{kind.gpus[0]}{kind.setting}, {kind.dataset}"
+            raise PrepareError(f"{path.name} has no result of {commit} on {where}: train it first")
+        for i in found if args.discard else found[-1:]:
+            fields = lines[i].split(b"\t")
+            fields[harness.COLUMNS.index("status")] = status.encode()
+            lines[i] = b"\t".join(fields)
+        with prepare.new_file(path) as file:
+            os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
+            file.write(b"\n".join(lines))
+    print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
+    if not in_history([{"commit": commit}]):
+        print(f"{commit} is on another branch: merge it, or it does not count")

@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import json
 import os
 import re
 import signal
@@ -15,53 +16,85 @@ from pathlib import Path
 
 import harness
 import prepare
-from night.rows import TEST, rows_of
+from harness import Description
+from night.rows import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 600  # seconds for a run, start and evaluation included
-GRACE = 10  # seconds for a run to end by itself after a signal
-IN_A_WAVE = "AUTORESEARCH_SCREENING"  # environment variable: prepare.py then logs a run whatever its budget
+PATIENCE = 10  # seconds for a run to end by itself after a signal
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+prctl = ctypes.CDLL(None).prctl
+
+
+class Row:
+    """The row of a run that is about to start, whoever comes to write it."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Fixes commit and description as they are now."""
+        record = harness.night_record()
+        self.needed = record.get("log") or not args.setting  # a budget set by hand leaves no row
+        self.setting, self.dataset = args.setting, prepare.dataset_id()
+        if "commit" not in record:
+            commit, subject = harness.git_head()
+            record |= dict(commit=commit, description=str(Description(subject, args.seed)))
+        self.record, self.copy = record, os.memfd_create("row")
+
+    def hand_over(self) -> None:
+        """Tells log_result what to write, here and in the children of this process, and where to write it once more."""
+        record = self.record | {"row": f"/proc/{os.getpid()}/fd/{self.copy}"}
+        os.environ["AUTORESEARCH_RUN"] = json.dumps(record)
+
+    def make_up(self, reason: str) -> None:
+        """Logs a crash, if the run has left no row."""
+        self.hand_over()
+        if self.needed and not os.fstat(self.copy).st_size:
+            label = harness.gpu_name() + self.setting
+            harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs train.py until it ends or its time is up; returns its exit status.
 
-    If it leaves no row, it gets a crash row, unless its budget was set by hand.
-    This process may be killed at any time: a child in a session of its own guards train.py and leaves nothing of it.
+    If it leaves no row, it gets a crash row, unless its budget was set by hand. Two processes see to that, and either
+    may be killed: the one in front only waits; its child, in a session of its own, guards train.py.
     """
-    prctl = ctypes.CDLL(None).prctl
-    if IN_A_WAVE in os.environ:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with Ray's worker
+    if harness.night_record().get("log"):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in a wave: end with Ray's worker
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside NumPy's threads, which are idle
-    front = os.getpid()
-    if guard := os.fork():
-        harness.handle_signals(lambda number, _: os.kill(guard, number))
-        return os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that a child leaves behind become children of this one
+    row, front = Row(args), os.getpid()
+    if not (guard := os.fork()):
+        return guard_train(args, row, front)
+    harness.handle_signals(lambda number, _: os.kill(guard, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    end_children()
+    if code < 0:
+        row.make_up("killed")
+    return code if code >= 0 else 128 - code
 
+
+def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
+    """Ends train.py when its time is up or a signal comes, and all processes that it has started."""
     os.setsid()
-    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that train.py leaves behind become children of this one
-    prctl(1, signal.SIGTERM)  # when the process in front is killed
-    head, dataset = harness.git_head(), prepare.dataset_id()
-    before = len(rows_of(head[0]))
-    os.environ["AUTORESEARCH_HEAD"] = "\t".join(head)  # of every row from here on, train.py's too
-    stderr, reasons = deque(maxlen=100), []  # last lines of the script; why it was ended, if it was
-    score = ["-c", f"from night.run import score; score({args.gpu!r})"]
-    command = [sys.executable, *(score if args.score else ["train.py", *train_options(args, args.seed)])]
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    row.hand_over()
+    stderr, reasons = deque(maxlen=100), []  # last lines of train.py; why it was ended, if it was
+    command = [sys.executable, "train.py", *train_options(args, args.seed)]
     options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
-    script = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(1, signal.SIGKILL))  # dies with this process
+    train = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
     def stop(number: int, _=None) -> None:
         harness.handle_signals(signal.SIG_IGN)
         late = f"no evaluation within {args.limit / 60:g} min"
         reasons.append({signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}[number])
-        script.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
-        signal.setitimer(signal.ITIMER_REAL, GRACE)
+        train.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
     def read_stderr() -> None:
-        for line in script.stderr:
+        for line in train.stderr:
             stderr.append(line.decode(errors="replace"))
-            with suppress(OSError):  # a full disk: go on reading, or the script would wait for this pipe
+            with suppress(OSError):  # a full disk: go on reading, or train.py would wait for this pipe
                 os.write(2, line)
 
     harness.handle_signals(stop)
@@ -71,19 +104,20 @@ def run(args: argparse.Namespace) -> int:
         stop(signal.SIGTERM)
     reader = threading.Thread(target=read_stderr)
     reader.start()
-    code = script.wait()
+    code = train.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
+    end_children()
+    reader.join()
+    row.make_up([*reasons, why(code, "".join(stderr))][0])
+    return code if code >= 0 else 128 - code
+
+
+def end_children() -> None:
+    """Kills the children of this process, and theirs, which are ours next."""
     while pids := Path("/proc/thread-self/children").read_text().split():
-        for pid in map(int, pids):  # whose children are ours next
+        for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    reader.join()
-    logged = not args.budget or IN_A_WAVE in os.environ
-    if logged and len(rows_of(head[0])) <= before:
-        reason = [*reasons, why(code, "".join(stderr))][0]
-        row = dict(gpu=harness.gpu_name() + args.budget, dataset=dataset, reason=reason)
-        harness.log_result(val_bpb=0.0, memory_gb=0.0, **row)
-    return code if code >= 0 else 128 - code
 
 
 def why(code: int, stderr: str) -> str:
@@ -98,16 +132,3 @@ def why(code: int, stderr: str) -> str:
 def train_options(args: argparse.Namespace, seed: int | None) -> list[str]:
     given = {"seconds": args.seconds, "tokens": args.tokens, "gpu": args.gpu, "seed": seed}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-
-def score(gpu: str | None) -> None:
-    """Scores the test split with the weights that train.py has saved here, and logs its row again with that score."""
-    import train
-
-    device, numerics = harness.pick_gpu(gpu)
-    model = harness.load_weights(train.build_model, device, numerics.capability)
-    shape = model.config.device_batch_size, model.config.seq_len
-    bpb = prepare.evaluate_bpb(model, prepare.Tokenizer.from_directory(), *shape, split="test")
-    row = harness.read_results()[-1]
-    del row["status"]
-    harness.log_result(**row | {"description": f"{row['description']}{TEST}{bpb:.6f}"})

@@ -1,21 +1,28 @@
 """Waves: each git revision's train.py on a GPU of its own, all at once, on this machine or on a Ray cluster."""
 
 import argparse
+import atexit
+import json
 import math
 import os
-import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 import harness
 import prepare
-from night.rows import TEST, name_of, rows_on
-from night.run import GRACE, IN_A_WAVE, ROOT, train_options
+from harness import Description, Label
+from night.rows import ROOT, Kind, git, good, mean_and_error, name_of, reference
+from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
 # Ray on this machine alone: on loopback ("cluster" is what it takes for other machines), closed to other users, and
@@ -25,32 +32,81 @@ LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RA
 LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
+class Run(NamedTuple):
+    """One run of a wave. Commit and description are its name in results.tsv."""
+
+    commit: str
+    description: str
+    seed: int | None
+
+
 def wave(args: argparse.Namespace) -> None:
-    """Trains every revision with every seed that has no row yet; prints a table."""
-    runs = {}
-    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *args.revisions, "--")
-    for line in log.decode(errors="replace").rstrip("\n").split("\n"):
-        commit, _, subject = line.partition(" ")
-        for seed in args.seeds or [None]:
-            runs[commit[:7], harness.clean(subject if seed is None else f"{subject}, seed {seed}")] = seed
-    gpu, pattern = start_ray(args)
-    rows = train_all(runs, args, gpu, pattern)
-    kept = [row for row in rows_on(pattern, prepare.dataset_id()) if row["status"] == "keep" and row not in rows]
-    best = {row["gpu"]: row for row in sorted(kept, key=lambda row: -row["val_bpb"])}
-    if len({row["gpu"] for row in rows}) > 1:
-        print("UNLIKE GPUS: a row compares with those of its own GPU only")
-    print("\nval_bpb      vs best  tokens_M  status   commit   description, GPU; best: of those kept before this wave")
-    for row in sorted([*rows, *best.values()], key=lambda row: (row["gpu"], row["val_bpb"] or math.inf)):
-        compared = row["gpu"] in best and row["val_bpb"]
-        gain = f"{row['val_bpb'] - best[row['gpu']]['val_bpb']:+.6f}" if compared else ""
-        line = "{val_bpb:.6f}  {gain:9}  {tokens_M:8.1f}  {status:7}  {commit}  {description}, {gpu}"
-        print(line.format(gain=gain, **row))
+    """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
+    ideas, kind = revisions(args.revisions), start_ray(args)
+    (base,) = revisions([reference(kind)])
+    runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
+    print(f"\n{table(train_all(runs, args, kind, base), base[0])}")
 
 
-def start_ray(args: argparse.Namespace) -> tuple[str, str]:
+def run_of(commit: str, subject: str, seed: int | None) -> Run:
+    return Run(commit, harness.clean(Description(subject, seed)), seed)
+
+
+def revisions(names: list[str]) -> list[tuple[str, str]]:
+    """Their commits (7 digits) and subjects."""
+    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--")
+    lines = [line.partition(" ") for line in log.decode(errors="replace").rstrip("\n").split("\n")]
+    return [(commit[:7], subject) for commit, _, subject in lines]
+
+
+def table(rows: dict[Run, dict], base: str) -> str:
+    """A line for each revision and GPU: means over its seeds, standard errors where there are several, and the mean
+    difference to the reference with the same seeds on the same GPU."""
+    groups = defaultdict(dict)
+    for run, row in rows.items():
+        groups[row["gpu"], run.commit][run.seed] = row
+    lines = []
+    for (gpu, commit), runs in groups.items():
+        own, other = (scores(groups.get((gpu, each), {})) for each in (commit, base))
+        change = with_error("+.6f", [own[seed] - other[seed] for seed in own if seed in other])
+        bpb = with_error(".6f", [*own.values()]) or "0.000000"
+        status = "+".join(sorted({row["status"] for row in runs.values()}))
+        tokens = max(row["tokens_M"] for row in runs.values())
+        *_, row = runs.values()
+        text = row["description"] if len(runs) == 1 else f"{Description.parse(row).subject}, {len(own)} seeds"
+        line = f"{bpb:18}  {'reference' if commit == base else change:19}  {tokens:8.1f}  {status:7}  {commit}"
+        lines.append((gpu, not own, f"{line}  {text}, {gpu}"))
+    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
+    if len({gpu for gpu, _ in groups}) > 1:
+        head = f"UNLIKE GPUS: a row compares with those of its own GPU only\n{head}"
+    return "\n".join([head, *(line for *_, line in sorted(lines))])
+
+
+def scores(runs: dict[int | None, dict]) -> dict[int | None, float]:
+    """val_bpb by seed, without crashes."""
+    return {seed: row["val_bpb"] for seed, row in runs.items() if row["status"] != "crash"}
+
+
+def with_error(form: str, values: list[float]) -> str:
+    if not values:
+        return ""
+    mean, error = mean_and_error(values)
+    return f"{mean:{form}}" + (f" +-{error:.5f}" if len(values) > 1 else "")
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, by its affinity (taskset, cpusets, Slurm) and its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(quota / period))
+    return cores
+
+
+def start_ray(args: argparse.Namespace) -> Kind:
     """Joins the cluster at args.address, or else starts Ray on this machine, until this process ends.
 
-    Returns what the gpu column says of this machine's first GPU, and a pattern of what it may say in a wave.
+    Returns the kind of rows that runs get here. The first of its gpus is for the row of a run that leaves none.
     """
     args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
@@ -59,87 +115,130 @@ def start_ray(args: argparse.Namespace) -> tuple[str, str]:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
     os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
+    args.folder, local = None, {}
+    if not args.address:
+        args.folder = tempfile.mkdtemp(prefix="night-", dir="/tmp")  # its sockets need a short path
+        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # after Ray's own end, as it comes before it
+        local = dict(include_dashboard=False, object_store_memory=10**8, num_cpus=usable_cores())
+        local["_temp_dir"] = args.folder
     try:
         import ray
     except ImportError:
         raise PrepareError("this needs Ray: pip install -e '.[night]'") from None
-    ask = "import torch.cuda as c\nfor i in range(c.device_count()): print(c.get_device_name(i))"
-    asked = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True)  # while Ray starts
-    local = {} if args.address else dict(include_dashboard=False, object_store_memory=10**8)
+    # Ray cancels a run with SIGINT, which is ignored here, and so in its workers, if a script's `&` started this wave
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ask = (
+        "import torch.cuda as c, harness\nfor i in range(c.device_count()): c.set_device(i); print(harness.gpu_name())"
+    )
+    asked = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, cwd=ROOT)  # meanwhile
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
     ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    here = asked.communicate()[0].splitlines() or ["cpu"]
-    names = r"((?! as )[^,])+" if args.address else "|".join(map(re.escape, here))
-    return here[0] + args.budget, f"({names}){re.escape(args.budget)}"
+    gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
+    return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
 
 
-def train_all(runs: dict, args: argparse.Namespace, gpu: str, pattern: str, suffix="") -> list[dict]:
-    """Has Ray train those that have no row where gpu matches the pattern, and logs their rows as they end.
+def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> dict[Run, dict]:
+    """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
 
-    runs: seeds by commit and description. gpu: for the row of a run that leaves none. suffix: of the gpu in the rows.
-    Returns the last row of each. If interrupted, it ends all runs and this process.
+    base: commit and subject of the reference. Its rows are logged first: they decide what is kept. If interrupted, this
+    ends all runs and this process.
     """
     import ray
 
-    dataset = prepare.dataset_id()
-    rows = [] if args.again else rows_on(pattern, dataset)
-    done = [name_of(row) for row in rows if not args.score or TEST in row["description"] or row["status"] == "crash"]
-    todo = [run for run in runs if run not in done]
+    done = set() if args.again else {name_of(row) for row in kind.rows() if settled(row, kind, base[0])}
+    runs = list(dict.fromkeys(runs))
+    todo = [run for run in runs if run[:2] not in done]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    kind = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-    nodes = [node for node in ray.nodes() if kind in node["Resources"]]
-    if args.address:
-        nodes = with_dataset(nodes, dataset)
-    cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
-    task = ray.remote(
-        num_returns="streaming",
-        num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
-        num_gpus=int(1e4 / args.per_gpu) / 1e4 if kind == "GPU" else 0,
-        label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
-        max_retries=1,  # the run of a lost node goes to another node once
-    )(experiment)
-    files = ray.put({f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")})
-    archives = {commit: ray.put(git("archive", commit)) for commit, _ in todo}
-    pending = {}
-    for run in todo:
-        command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, runs[run])]
-        commands = [command, [*command, "--score"]] if args.score else [command]
-        pending[task.remote(archives[run[0]], files, commands)] = run
-
-    def log(run: tuple[str, str], rows: bytes, tail: list[str], reason: str = "no row") -> None:
-        row = dict(val_bpb=0.0, memory_gb=0.0, status="crash", description=f"[{reason}]", gpu=gpu, dataset=dataset)
-        with tempfile.NamedTemporaryFile() as file:
-            Path(file.name).write_bytes(rows)
-            left = [row, *harness.read_results(file.name)]
-        row = max(reversed(left), key=lambda row: row["status"] != "crash")  # a score that fails leaves val_bpb
-        crashed, end = row.pop("status") == "crash", row["description"]
-        row["reason"] = end.rpartition("[")[2].rstrip("]") if crashed else ""
-        row |= dict(commit=run[0], description=run[1] + "".join(end.partition(TEST)[1:]), gpu=row["gpu"] + suffix)
-        line = f"{harness.log_result(**row):8} {row['val_bpb']:.6f}  {' '.join(run)}  {row['reason']}"
-        tqdm.write("\n    ".join([line, *tail] if crashed else [line]))
-
-    stopped = []
+    pending, ended, stopped = submit(todo, args, kind), [], []
     harness.handle_signals(lambda *_: stopped.append(True))
     with tqdm(total=len(todo), unit="run", disable=None) as bar:
         while pending and not stopped:
             for stream in ray.wait(list(pending), timeout=0.5)[0]:
-                try:
-                    event = ray.get(next(stream))
-                except ray.exceptions.RayError as error:
-                    event = b"", [], type(getattr(error, "cause", error)).__name__
+                event = next_event(stream)
                 if isinstance(event, str):
-                    tqdm.write(f"start    {' '.join(pending[stream])} on {event}")
+                    tqdm.write(f"start    {' '.join(pending[stream][:2])} on {event}")
                 else:
-                    log(pending.pop(stream), *event)
+                    ended.append((pending.pop(stream), event))
                     bar.update()
+            if stopped or base[0] not in {run.commit for run in pending.values()}:
+                for run, event in sorted(ended, key=lambda pair: pair[0].commit != base[0]):
+                    log_row(run, kind, base, *event)
+                ended.clear()
     if pending:
         print("interrupted: the same command goes on")
         for stream in pending:
             ray.cancel(stream)
-        ray.wait([stream.completed() for stream in pending], num_returns=len(pending), timeout=3 * GRACE)
+        ray.wait([stream.completed() for stream in pending], num_returns=len(pending), timeout=3 * PATIENCE)
         sys.exit(130)
-    last = {name_of(row): row for row in rows_on(pattern, dataset)}
-    return [last[run] for run in runs if run in last]
+    last = {name_of(row): row for row in kind.rows()}
+    return {run: last[run[:2]] for run in runs if run[:2] in last}
+
+
+def settled(row: dict, kind: Kind, base: str) -> bool:
+    """Whether the row's run need not be repeated: a crash is a result, but not for the reference."""
+    if row["status"] == "crash":
+        return row["commit"] != base
+    return not kind.report or Description.parse(row).test_bpb is not None
+
+
+def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
+    """Hands runs to Ray in this order; returns them by the streams of their events."""
+    import ray
+
+    device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
+    nodes = [node for node in ray.nodes() if device in node["Resources"]]
+    if args.address:
+        nodes = with_dataset(nodes, kind.dataset)
+    cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
+    task = ray.remote(
+        num_returns="streaming",
+        num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
+        num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
+        label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
+        max_retries=1,  # the run of a lost node goes to another node once
+    )(run_in_checkout)
+    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+    files = ray.put(files | dataset_file())
+    totals = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in nodes}
+    archives = {commit: ray.put(git("archive", commit)) for commit in {run.commit for run in runs}}
+    pending = {}
+    for run in runs:
+        command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
+        record = dict(commit=run.commit, description=run.description, log=True, score_test=kind.report)
+        pending[task.remote(archives[run.commit], files, command, record, totals, args.folder)] = run
+    return pending
+
+
+def dataset_file() -> dict[str, bytes]:
+    """The clone's dataset, for a checkout elsewhere."""
+    return {".dataset": prepare.current_dataset().name.encode()}
+
+
+def next_event(stream) -> str | tuple:
+    """Where a run has started; or its rows, the end of its log and, if Ray has lost it, why."""
+    import ray
+
+    try:
+        return ray.get(next(stream))
+    except ray.exceptions.RayError as error:
+        return b"", [], type(getattr(error, "cause", error)).__name__
+
+
+def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: bytes, tail: list[str], reason: str = "no row") -> None:
+    """Logs the row that a run has left in its checkout, or a crash for that reason; prints it."""
+    lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
+    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)
+    *_, row = [lost, *filter(None, map(harness.parse_row, rows.decode(errors="replace").split("\n")))]
+    _, _, test_bpb, reason = Description.parse(row)
+    gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
+    same = [row for row in good(kind.rows(), base[0]) if name_of(row) == run_of(*base, run.seed)[:2]]
+    scores = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
+    to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *scores][-1]
+    own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
+    own |= dict(commit=run.commit, description=run.description, gpu=gpu, to_beat=to_beat)
+    status = harness.log_result(**own, test_bpb=test_bpb, reason=reason)
+    line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
+    tqdm.write("\n    ".join([line, *tail] if reason else [line]))
 
 
 def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
@@ -151,9 +250,10 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
     call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
     command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
-    given = git("archive", "HEAD"), {"prepare.py": Path(prepare.__file__).read_bytes()}, [command]
-    task, good = ray.remote(num_returns="streaming", num_cpus=0)(experiment), []
-    answers = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}).remote(*given) for node in nodes]
+    files = {"prepare.py": Path(prepare.__file__).read_bytes()} | dataset_file()
+    task, able = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), []
+    tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
+    answers = [task.remote(git("archive", "HEAD"), files, command) for task in tasks]
     for node, answer in zip(nodes, answers, strict=True):
         try:
             _, (_, log) = map(ray.get, answer)
@@ -161,47 +261,44 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
         except ray.exceptions.RayError as error:
             found = type(error).__name__
         if found == dataset:
-            good.append(node)
+            able.append(node)
         else:
             print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {found}")
-    if not good:
+    if not able:
         raise PrepareError(f"no node has {dataset}")
-    return good
+    return able
 
 
-def experiment(archive: bytes, files: dict[str, bytes], commands: list[list[str]]) -> Iterator:
-    """Ray task: one run in a temporary checkout; the node needs the dependencies, but no clone.
+def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, totals=None, folder=None) -> Iterator:
+    """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
 
-    Yields where it runs, then its rows and the end of its log. files: instead of those in the archive.
-    commands: of Python, up to the first that fails. Only the second one, a score, needs the weights of the first.
+    Yields where it runs, then its rows and the end of its log. files: instead of those in the archive. record: see
+    harness.night_record. totals: Ray's count of cores by node. folder: for the checkout.
     """
     import ray
 
-    cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-    env = os.environ | {IN_A_WAVE: "1" if commands[1:] else "no weights"}
-    env["AUTORESEARCH_HEAD"] = "0000000\t"  # this checkout has no history for git to look at
-    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
-    if env.get("OMP_NUM_THREADS") == str(cores) == str(len(os.sched_getaffinity(0))):
-        del env["OMP_NUM_THREADS"]  # Ray has set it, but a run that has all cores chooses as it does without Ray
+    context = ray.get_runtime_context()
+    env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {})}
+    if totals:
+        assigned, total = context.get_assigned_resources().get("CPU", 1), totals[context.get_node_id()]
+        cores = max(1, int(usable_cores() * assigned / total + 1e-3))  # Ray does not know what this node may use
+        env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
+        if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
+            env["OMP_NUM_THREADS"] = str(cores)
+            if cores == len(os.sched_getaffinity(0)):
+                del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
-    with tempfile.TemporaryDirectory(prefix="night-") as folder, open(f"{folder}/run.log", "w") as log:
+    with tempfile.TemporaryDirectory(prefix="night-", dir=folder) as folder, open(f"{folder}/run.log", "w") as log:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_bytes(content)
         Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
-        for command in commands:
-            child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
-            try:
-                child.wait(1e9)  # a wait without a timeout could not be canceled
-            finally:
-                child.terminate()
-                child.wait()
-            if child.returncode:
-                break
+        child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            child.wait(1e9)  # a wait without a timeout could not be canceled
+        finally:
+            child.terminate()
+            child.wait()
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
         yield Path(folder, "results.tsv").read_bytes(), tail
-
-
-def git(*args: str) -> bytes:
-    return subprocess.check_output(["git", *args], cwd=ROOT)

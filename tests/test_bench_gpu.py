@@ -41,7 +41,7 @@ def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_pe
     if (config.total_batch_size, config.ngram_rows, train.NGRAMS) != (2**17, 2_621_440, (2, 3, 4)):
         pytest.skip("that has not been measured")
     predicted = bench_gpu.predict(config, "H200")
-    assert predicted["flash"]
+    assert predicted["attention"] == "fa3"
     assert predicted["tokens_per_sec"] == pytest.approx(tokens_per_sec, rel=0.05)
     assert predicted["memory_gb"] == pytest.approx(memory_gb, rel=0.06)
 
@@ -94,8 +94,8 @@ def test_attention_computes_what_the_mask_keeps_and_half_a_tile_at_each_edge():
 
 
 def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
-    for gpu, specification in harness.GPUS.items():
-        peak, rates = harness.peak_flops(*specification), bench_gpu.rates(gpu)
+    for gpu in harness.GPUS:
+        peak, rates = harness.named_gpu(gpu).peak_flops, bench_gpu.rates(gpu)
         assert bench_gpu.MEMORY[gpu][1] * 0.7 < rates.memory < bench_gpu.MEMORY[gpu][1]
         assert max(rates.attention_forward, rates.attention_backward) < rates.gemm < peak
     order = ("T4", "L4", "A100", "H100", "H200", "B200")
@@ -107,12 +107,13 @@ def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
 def test_each_gpu_runs_its_own_numerics():
     def dtypes_and_ops(gpu, fa3):
         recorder, model, _ = bench_gpu.record(SMALL, harness.GPUS[gpu][0], 4096, evaluation=True, fa3=fa3)
-        return model.dtype, model.blocks[0].attn.flash is not None, "flash_forward" in recorder.ops
+        windows = {kernel.kind for kernel in recorder.kernels if "window" in kernel.kind}
+        return model.dtype, model.attention, bool(windows), "flash_forward" in recorder.ops
 
-    assert dtypes_and_ops("V100", True) == (torch.float16, False, False)
-    assert dtypes_and_ops("RTX3090", True) == (torch.bfloat16, False, True)  # SDPA's flash or cuDNN
-    assert dtypes_and_ops("H100", True) == (torch.bfloat16, True, True)
-    assert dtypes_and_ops("H100", False) == (torch.bfloat16, False, True)
+    assert dtypes_and_ops("V100", True) == (torch.float16, "sdpa", False, False)
+    assert dtypes_and_ops("RTX3090", True) == (torch.bfloat16, "fa2", True, True)
+    assert dtypes_and_ops("H100", True) == (torch.bfloat16, "fa3", True, True)
+    assert dtypes_and_ops("H100", False) == (torch.bfloat16, "fa2", True, True)
 
 
 def test_a_model_that_is_too_large_gets_a_smaller_device_batch(monkeypatch):

@@ -1,5 +1,6 @@
 """The fused cross-entropy against float64, on the GPU or, without one, on CPU and in Triton's interpreter."""
 
+import functools
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,11 +24,29 @@ def softcapped(z: Tensor, softcap: float | None) -> Tensor:
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
-def eager(x: Tensor, weight: Tensor, targets: Tensor, *, softcap=None, ignore_index=-1, reduction="mean") -> Tensor:
+def eager(
+    x: Tensor, weight: Tensor, targets: Tensor, *, softcap=None, ignore_index=-1, reduction="mean", return_lse=False
+):
     """What the model would do without the fused operator: logits in fp32 (in float64 for float64 arguments)."""
     logits = x @ weight.to(x.dtype).T
     logits = softcapped(logits if logits.dtype == torch.float64 else logits.float(), softcap)
-    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
+    loss = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction)
+    return (loss, logits.logsumexp(-1)) if return_lse else loss
+
+
+def of_logits(x, weight, targets, **options):
+    """The operator on logits, with the linear one's signature."""
+    return fused_cross_entropy(x @ weight.to(x.dtype).T, targets, **options)
+
+
+def with_z_loss(x, weight, targets, function=fused_linear_cross_entropy, **options):
+    """A strong one. Without a reduction, each row gets its own."""
+    loss, lse = function(x, weight, targets, return_lse=True, **options)
+    return loss + 0.1 * (lse.square() if loss.dim() else lse.square().mean())
+
+
+BOTH = [fused_linear_cross_entropy, of_logits]
+ALL = [*BOTH, with_z_loss]
 
 
 def example(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, ignore_index: int = -1):
@@ -48,8 +67,11 @@ def gradients(function, x: Tensor, weight: Tensor, targets: Tensor, factor: floa
     return loss.detach(), x.grad, weight.grad
 
 
-def in_float64(x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, **options):
-    return gradients(eager, x.double(), weight.to(x.dtype).double(), targets, factor, **options)
+def in_float64(
+    x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0, of=fused_linear_cross_entropy, **options
+):
+    function = functools.partial(with_z_loss, function=eager) if of is with_z_loss else eager
+    return gradients(function, x.double(), weight.to(x.dtype).double(), targets, factor, **options)
 
 
 def error(value: Tensor, reference: Tensor) -> float:
@@ -62,22 +84,28 @@ def error(value: Tensor, reference: Tensor) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def run_rows(rows, logits, targets, row_scale, softcap=None, ignore_index=-1, grad=True):
-    """Losses and gradients of a copy of `logits` in a wider buffer, whose other columns must not change."""
+def run_rows(rows, logits, targets, row_scale, softcap=None, ignore_index=-1, lse_scale=None):
+    """Losses, gradients and lse of `logits` in a wider buffer, whose other columns must not change."""
     n, v = logits.shape
-    wide = logits.new_full((n, v + 16), 2.0)
+    wide, other = logits.new_full((n, v + 16), 2.0), logits.new_full((n, v + 32), 2.0)
     wide[:, :v] = logits
-    losses = torch.full((n,), float("nan"), device=logits.device)
-    rows(wide[:, :v], targets, losses, row_scale, softcap or 0.0, ignore_index, grad)
-    assert (wide[:, v:] == 2.0).all()
-    return losses, wide[:, :v]
+    losses, again, lse = torch.full((3, n), float("nan"), device=logits.device)
+    rows(wide[:, :v], targets, again, row_scale, softcap, ignore_index, None, lse)
+    rows(wide[:, :v], targets, losses, row_scale, softcap, ignore_index, other[:, :v], None, lse_scale)
+    torch.testing.assert_close(again, losses, equal_nan=True)
+    assert torch.equal(wide[:, :v], logits), "untouched unless in place"
+    rows(wide[:, :v], targets, losses, row_scale, softcap, ignore_index, wide[:, :v], None, lse_scale)
+    torch.testing.assert_close(wide[:, :v], other[:, :v], rtol=0, atol=0, equal_nan=True)
+    assert (wide[:, v:] == 2.0).all() and (other[:, v:] == 2.0).all()
+    return losses, wide[:, :v], lse
 
 
-def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1):
+def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1, lse_scale=None):
     z = logits.double().requires_grad_()
-    losses = F.cross_entropy(softcapped(z, softcap), targets, ignore_index=ignore_index, reduction="none")
-    (losses * row_scale).sum().backward()
-    return losses.detach(), z.grad
+    s = softcapped(z, softcap)
+    losses, lse = F.cross_entropy(s, targets, ignore_index=ignore_index, reduction="none"), s.logsumexp(1)
+    (losses * row_scale + (0 if lse_scale is None else lse * lse_scale)).sum().backward()
+    return losses.detach(), z.grad, lse.detach()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
@@ -85,16 +113,15 @@ def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1):
 @pytest.mark.parametrize("softcap", [None, 1.0, 15.0, 30.0])
 @pytest.mark.parametrize("v", [1, 41, 300, 8192, 32000, 50257])
 def test_rows_match_float64(rows, v, softcap, device):
-    logits = 5 * torch.randn(4, v, generator=torch.Generator().manual_seed(v)).to(device)
-    targets = torch.tensor([0, v - 1, v // 2, -1], device=device)
-    row_scale = torch.tensor([1.0, 0.5, 3.0, 1.0], device=device)
-    losses, grad = run_rows(rows, logits, targets, row_scale, softcap)
-    expected, expected_grad = rows_by_autograd(logits, targets, row_scale, softcap)
-    torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=3e-6)
-    untouched = run_rows(rows, logits, targets, row_scale, softcap, grad=False)
-    torch.testing.assert_close(untouched[0], losses)
-    assert torch.equal(untouched[1], logits)
+    logits = 5 * torch.randn(5, v, generator=torch.Generator().manual_seed(v)).to(device)
+    targets = torch.tensor([0, v - 1, v // 2, -1, v // 3], device=device)
+    row_scale = torch.tensor([1.0, 0.5, 3.0, 1.0, 0.0], device=device)
+    for lse_scale in (None, torch.tensor([1.0, -2.0, 0.1, 0.5, 1.0], device=device)):  # one is of an ignored row
+        losses, grad, lse = run_rows(rows, logits, targets, row_scale, softcap, lse_scale=lse_scale)
+        expected, expected_grad, expected_lse = rows_by_autograd(logits, targets, row_scale, softcap, -1, lse_scale)
+        torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-5)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=2e-5)
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=3e-6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, from Triton's interpreter
@@ -103,9 +130,10 @@ def test_huge_logits_neither_overflow_nor_vanish(rows, device):
     logits = 1e4 * torch.tensor([[1.0, -1.0, 0.5], [-1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]], device=device)
     targets, row_scale = torch.tensor([0, 0, 2], device=device), torch.ones(3, device=device)
     for softcap in (None, 15.0, 50.0):
-        losses, grad = run_rows(rows, logits, targets, row_scale, softcap)
-        expected, expected_grad = rows_by_autograd(logits, targets, row_scale, softcap)
+        losses, grad, lse = run_rows(rows, logits, targets, row_scale, softcap, lse_scale=row_scale)
+        expected, expected_grad, expected_lse = rows_by_autograd(logits, targets, row_scale, softcap, -1, row_scale)
         torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=5e-6)  # an ulp of 50
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=5e-6)
         torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-6, atol=1e-6)
 
 
@@ -125,9 +153,11 @@ def test_infinite_logits_behave_as_in_eager(rows, v, device):
     logits[7, v // 2 :] -= 1000  # far below the maximum
     targets = torch.tensor([1, v - 2, 7, 3, 0, -1, 4, 5], device=device)
     row_scale = torch.ones(8, device=device)
-    losses, grad = run_rows(rows, logits, targets, row_scale)
-    expected, expected_grad = rows_by_autograd(logits, targets, row_scale)
+    losses, grad, lse = run_rows(rows, logits, targets, row_scale)
+    expected, expected_grad, expected_lse = rows_by_autograd(logits, targets, row_scale)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    below = [0, 1, 2, 4, 6, 7]
+    torch.testing.assert_close(lse.double()[below], expected_lse[below], rtol=1e-6, atol=1e-6)
     both = [0, 1, 2, 3, 4, 6, 7]
     torch.testing.assert_close(grad.double()[both], expected_grad[both], rtol=1e-5, atol=1e-6, equal_nan=True)
 
@@ -138,7 +168,7 @@ def test_a_target_out_of_range_is_never_silent(ignore_index, device):
     logits, row_scale = torch.randn(3, 50, device=device), torch.ones(3, device=device)
     for bad in {50, -1, -100, 2**40} - {ignore_index}:
         targets = torch.tensor([3, bad, ignore_index], device=device)
-        losses, grad = run_rows(kernels._rows_triton, logits, targets, row_scale, ignore_index=ignore_index)
+        losses, grad, _ = run_rows(kernels._rows_triton, logits, targets, row_scale, ignore_index=ignore_index)
         assert losses[0].isfinite() and losses[1].isnan() and losses[2] == 0 and not grad[2].any()
         with pytest.raises(ValueError, match=r"targets must be in \[0, 50\)"):
             fused_cross_entropy(logits.cpu(), targets.cpu(), ignore_index=ignore_index)
@@ -172,13 +202,42 @@ SHAPES = [(1, 16, 1), (1, 32, 300), (77, 24, 1), (289, 64, 512), (9 * 7, 48, 41)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_linear_matches_float64(shape, softcap, reduction, device):
+@pytest.mark.parametrize("function", [fused_linear_cross_entropy, with_z_loss])
+def test_linear_matches_float64(function, shape, softcap, reduction, device):
     x, weight, targets = example(*shape, torch.float32, device)
     options = {"softcap": softcap, "reduction": reduction}
-    results = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
-    for result, reference in zip(results, in_float64(x, weight, targets, **options), strict=True):
+    results = gradients(function, x, weight, targets, **options)
+    for result, reference in zip(results, in_float64(x, weight, targets, of=function, **options), strict=True):
         assert result.dtype == torch.float32 and result.shape == reference.shape
         assert error(result, reference) < 5e-6 or reference.norm() < 1e-6  # V = 1: everything is zero
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_z_loss_counts_ignored_rows_and_is_exact_at_any_size(dtype, reduction, device):
+    """Logits are multiples of 128 up to 8192, exact in each dtype."""
+    x, weight, targets = example(97, 32, 50, dtype, device, ignore_index=7)
+    x = 128 * F.one_hot(torch.arange(97, device=device) % 32, 32).to(dtype)
+    weight = (10 * weight.detach()).round().clamp(-64, 64)
+    for softcap, factor in ((None, 1.0), (None, 2.0**-20), (50.0, 1.0), (50.0, 2.0**-20), (50.0, 0.0)):
+        options = {"softcap": softcap, "ignore_index": 7, "reduction": reduction, "factor": factor}
+        results = gradients(with_z_loss, x, weight, targets, **options)
+        exact = in_float64(x, weight, targets, of=with_z_loss, **options)
+        for result, reference in zip((results[0], results[2]), (exact[0], exact[2]), strict=True):
+            assert error(result, reference) < 4 * UNIT[dtype] + 5e-6
+        if factor == 1:  # dx itself is in half precision
+            assert error(results[1], exact[1]) < 4 * UNIT[dtype] + 5e-6
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_no_logits_are_saved_beyond_one_gradient_of_given_logits(function, device):
+    x, weight, targets = example(60, 16, 30, torch.float32, device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = function(x, weight, targets)
+    large = {t.data_ptr() for t in saved if t.numel() >= 60 * 30}
+    assert len(large) == (function is of_logits)
+    loss.backward()
 
 
 @pytest.mark.parametrize("ignore_index", [-1, -100, 42])
@@ -230,13 +289,6 @@ def test_fp16_keeps_the_gradients_of_rare_classes(device):
     assert error(dw[4], in_float64(x, weight, targets)[2][4]) < 2e-3
 
 
-def test_none_reduction_keeps_small_fp16_gradients(device):
-    x, weight, targets = example(512, 32, 1000, torch.float16, device)
-    options = {"reduction": "none", "factor": 2.0**-20}
-    _, _, dw = gradients(fused_linear_cross_entropy, x, weight, targets, **options)
-    assert error(dw, in_float64(x, weight, targets, **options)[2]) < 2e-3
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("only", ["x", "weight"])
 def test_gradient_for_one_input_only(only, reduction, device):
@@ -250,20 +302,13 @@ def test_gradient_for_one_input_only(only, reduction, device):
     torch.testing.assert_close(got, expected)
 
 
-def test_the_weight_gradient_has_the_weight_s_dtype(device):
-    x, weight, targets = example(300, 32, 100, torch.bfloat16, device)
-    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
-    _, _, dw_fp32 = gradients(fused_linear_cross_entropy, x, weight, targets)
-    assert dx.dtype == dw.dtype == torch.bfloat16
-    torch.testing.assert_close(dw, dw_fp32.bfloat16())
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_the_gradient_of_a_bf16_weight_is_rounded_twice_at_most(chunks, device, monkeypatch):
     x, weight, targets = example(384, 32, 100, torch.bfloat16, device)
     monkeypatch.setattr(kernels, "_chunk_rows", lambda *_: 384 // chunks)
     _, _, dw = gradients(fused_linear_cross_entropy, x, weight.bfloat16(), targets)
     _, _, exact = gradients(fused_linear_cross_entropy, x, weight, targets)
+    assert dw.dtype == torch.bfloat16 and exact.dtype == torch.float32
     assert error(dw, exact.double()) < 1.5 * error(exact.bfloat16(), exact.double())
 
 
@@ -280,7 +325,7 @@ def test_autocast_sets_the_dtype_of_the_gemms(device):
 
 def test_no_grad_computes_no_gradient_and_holds_one_chunk_of_logits(device, monkeypatch):
     calls, rows = [], kernels._rows
-    monkeypatch.setattr(kernels, "_rows", lambda z, *args: (calls.append((len(z), args[-1])), rows(z, *args)))
+    monkeypatch.setattr(kernels, "_rows", lambda z, *a: (calls.append((len(z), a[5] is not None)), rows(z, *a)))
     monkeypatch.setattr(kernels, "_chunk_rows", lambda *_: 16)
     x, weight, targets = example(40, 16, 30, torch.float32, device)
     with torch.no_grad():
@@ -348,14 +393,6 @@ def test_mistakes_are_named(device):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def of_logits(x, weight, targets, **options):
-    """The operator on logits, with the linear one's signature."""
-    return fused_cross_entropy(x @ weight.to(x.dtype).T, targets, **options)
-
-
-BOTH = [fused_linear_cross_entropy, of_logits]
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("function", BOTH)
@@ -390,7 +427,7 @@ def test_an_ignored_row_has_no_loss_and_no_gradient(function, dtype, reduction, 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("function", ALL)
 def test_backward_can_run_twice_and_accumulates(function, reduction, device):
     x, weight, targets = example(90, 16, 30, torch.float32, device)
     expected = gradients(function, x, weight, targets, factor=5, reduction=reduction)
@@ -401,7 +438,7 @@ def test_backward_can_run_twice_and_accumulates(function, reduction, device):
     torch.testing.assert_close((x.grad, weight.grad), expected[1:])
 
 
-@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("function", ALL)
 def test_a_second_derivative_is_refused(function, device):
     x, weight, targets = example(9, 16, 30, torch.float32, device)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -417,7 +454,7 @@ def test_activation_checkpointing(reentrant, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("function", BOTH)
+@pytest.mark.parametrize("function", ALL)
 def test_compiles_into_one_graph_with_the_same_results(function, reduction, device):
     x, weight, targets = example(90, 16, 30, torch.bfloat16, device)
     options = {"softcap": 15.0, "reduction": reduction}
@@ -437,14 +474,13 @@ def test_the_backward_can_be_traced_by_aotautograd():
 
 def test_custom_ops_pass_opcheck(device):
     x, weight, targets = example(20, 16, 30, torch.float32, device)
-    one = torch.ones((), device=device)
+    one, lse_scale = torch.ones((), device=device), torch.rand(20, device=device)
     for needs in [(True, True), (True, False), (False, True), (False, False)]:
-        torch.library.opcheck(
-            kernels._linear_cross_entropy, (x.detach(), weight.detach(), targets, one, 15.0, -1, *needs)
-        )
+        arguments = (x.detach(), weight.detach(), targets, one, lse_scale if any(needs) else None, 15.0, -1, *needs)
+        torch.library.opcheck(kernels._linear_cross_entropy, arguments)
     logits = torch.randn(20, 30, device=device)
-    torch.library.opcheck(kernels._cross_entropy, (logits, targets, 15.0, -1))
-    torch.library.opcheck(kernels._cross_entropy_, (logits, targets, one, 15.0, -1))
+    for grads in (None, torch.empty_like(logits), logits):
+        torch.library.opcheck(kernels._cross_entropy, (logits, targets, one, 15.0, -1, grads))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -453,15 +489,15 @@ def test_custom_ops_pass_opcheck(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignore_index", [-100, 42])
+@pytest.mark.parametrize(("ignore_index", "inplace"), [(-100, False), (42, True)])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_logits_match_float64(dtype, ignore_index, reduction, device):
+def test_logits_match_float64(dtype, ignore_index, inplace, reduction, device):
     x, weight, targets = example(77, 32, 300, dtype, device, ignore_index)
     logits = (x @ weight.to(dtype).T).detach().requires_grad_()
     exact = logits.detach().double().requires_grad_()
     scale = torch.linspace(1, 2, 77, device=device) if reduction == "none" else 1
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    loss = fused_cross_entropy(logits.clone(), targets, **options)
+    loss = fused_cross_entropy(logits.clone(), targets, inplace=inplace, **options)
     expected = F.cross_entropy(exact, targets, **options)
     (loss * scale).sum().backward()
     (expected * scale).sum().backward()
@@ -469,22 +505,28 @@ def test_logits_match_float64(dtype, ignore_index, reduction, device):
     assert logits.grad.dtype == dtype and error(logits.grad, exact.grad) < UNIT[dtype] + 1e-6
 
 
-def test_the_gradient_is_written_over_the_logits(device):
+def test_logits_stay_unless_in_place_is_asked_for(device):
     base = torch.randn(20, 30, device=device, requires_grad=True)
     targets = torch.arange(20, device=device)
     logits = 1 * base
-    (grad,) = torch.autograd.grad(fused_cross_entropy(logits, targets), logits)
-    assert torch.equal(logits, grad) and not torch.equal(logits, base)
-    with torch.no_grad():
-        before = base.clone()
-        fused_cross_entropy(base, targets)
-        assert torch.equal(base, before)
+    loss = fused_cross_entropy(logits, targets)
+    assert torch.equal(logits, base), "so that their logsumexp is right"
+    (grad,) = torch.autograd.grad(loss + logits.logsumexp(1).mean(), logits)
+    p = base.detach().softmax(1)
+    torch.testing.assert_close(grad, (2 * p - F.one_hot(targets, 30)) / 20)
+    for inplace in (False, True):
+        with torch.no_grad():
+            fused_cross_entropy(logits, targets, inplace=inplace)  # no gradient is asked for
+        assert torch.equal(logits, base)
+    (grad,) = torch.autograd.grad(fused_cross_entropy(logits, targets, inplace=True), logits)
+    assert grad.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(grad, (p - F.one_hot(targets, 30)) / 20)
 
 
 def test_an_op_that_needs_the_consumed_logits_says_so(device):
     logits = torch.randn(20, 30, device=device, requires_grad=True).tanh()  # whose backward reads its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        fused_cross_entropy(logits, torch.arange(20, device=device)).backward()
+        fused_cross_entropy(logits, torch.arange(20, device=device), inplace=True).backward()
 
 
 def test_logits_of_any_strides(device, monkeypatch):
@@ -498,8 +540,9 @@ def test_logits_of_any_strides(device, monkeypatch):
         torch.cat([logits.detach()] * 2, -1)[:, :30],  # row-strided
         logits.detach().repeat_interleave(2, 0)[::2],
     ):
-        loss = fused_cross_entropy(strided.requires_grad_(), targets)
-        torch.testing.assert_close((loss, *torch.autograd.grad(loss, strided)), (expected, expected_grad))
+        for inplace in (False, True):
+            loss = fused_cross_entropy(strided.requires_grad_(), targets, inplace=inplace)
+            torch.testing.assert_close((loss, *torch.autograd.grad(loss, strided)), (expected, expected_grad))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -514,7 +557,7 @@ def test_offsets_beyond_2_to_the_31():
     logits[-1, 5] = 4.0
     targets = torch.full((n,), -1, device="cuda")
     targets[0], targets[-1] = 7, 5
-    losses, grad = run_rows(kernels._rows_triton, logits[-1:], targets[-1:], torch.ones(1, device="cuda"))
+    losses, grad, _ = run_rows(kernels._rows_triton, logits[-1:], targets[-1:], torch.ones(1, device="cuda"))
     logits.requires_grad_()
     loss = fused_cross_entropy(logits, targets, reduction="sum")
     (all_grad,) = torch.autograd.grad(loss, logits)
@@ -525,7 +568,7 @@ def test_offsets_beyond_2_to_the_31():
 @pytest.mark.gpu
 def test_no_host_sync():
     x, weight, targets = example(9000, 64, 1000, torch.bfloat16, torch.device("cuda"))
-    for function in BOTH:
+    for function in ALL:
         for reduction in ("mean", "sum", "none"):
             function(x, weight, targets, reduction=reduction).sum().backward()  # compiles
             torch.cuda.set_sync_debug_mode("error")
@@ -580,7 +623,10 @@ def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n):
     train()
     x.grad = weight.grad = None
     mib = 2**20
-    assert peak(train) <= (220 if n == 65536 else 420) * mib
+    limit = (220 if n == 65536 else 420) * mib
+    assert peak(train) <= limit
+    x.grad = weight.grad = None
+    assert peak(lambda: with_z_loss(x, weight, targets, softcap=15.0).backward()) <= limit
     with torch.no_grad():
         forward = peak(lambda: fused_linear_cross_entropy(x, weight, targets, softcap=15.0))
     chunk = kernels._chunk_rows(n, 8192, 2, x.device) * 8192 * 2

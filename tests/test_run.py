@@ -5,6 +5,7 @@ take a moment and are the same on every machine. A fault is an edit of train.py,
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_corpus import ROOT, run_prepare
@@ -125,6 +127,12 @@ class Clone:
         self.git("add", ".")
         self.commit("baseline")
 
+    def replace(self, old: str, new: str) -> None:
+        """Edits train.py, which keeps its lines."""
+        source = (self.folder / "train.py").read_text()
+        assert source.count(old) == 1, old
+        (self.folder / "train.py").write_text(source.replace(old, new))
+
     def git(self, *args: str) -> str:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True).stdout
@@ -167,7 +175,7 @@ class Clone:
             "harness.py",
             "kernels.py",
             "results.tsv",
-            "model.safetensors",
+            ".dataset",
             "__pycache__",
             ".git",
         }
@@ -195,11 +203,22 @@ def two_at_a_time(jobs: dict[str, Callable]) -> dict:
 
 
 @pytest.fixture(scope="module")
+def saved(new_clone) -> Clone:
+    """Where a run has saved its weights."""
+    clone = new_clone()
+    assert clone.run("--save").code == 0
+    return clone
+
+
+@pytest.fixture(scope="module")
 def night(new_clone) -> tuple[Clone, list[Run]]:
     """An experiment, a worse one, a better one."""
     clone = new_clone()
     runs = [clone.run()]
-    edits = {"learn nothing": "train.MATRIX_LR = train.EMBEDDING_LR = 0", "take twice the steps": "clock_goes(1)"}
+    edits = {
+        "learn nothing": "train.MATRIX_LR = train.EMBEDDING_LR = 0",
+        "take five times the steps": "clock_goes(0.4)",
+    }
     for subject, edit in edits.items():
         clone.commit(subject)
         runs.append(clone.run(edit=edit))
@@ -207,15 +226,45 @@ def night(new_clone) -> tuple[Clone, list[Run]]:
 
 
 def test_an_official_run_ends_with_status_zero_and_says_nothing_on_stderr(night):
+    """The third takes more than 100 steps: what is looked at every 100 finds nothing wrong."""
     clone, runs = night
     assert [(run.code, run.err) for run in runs] == [(0, "")] * 3
     assert not clone.left_over
+    assert int(runs[2].summary["num_steps"]) > 100
+
+
+def test_before_the_first_step_a_run_says_what_it_trains_on_what_and_for_how_long(night):
+    clone, (run, *_) = night
+    first, second, third, *_ = run.out.splitlines()
+    assert first == f"cpu, 300 s, {clone.rows[0]['dataset']}, seed 42"
+    assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, n_embd=64, .*total_batch_size=512", second)
+    assert f"{run.summary['num_params_M']} M" in second and third.startswith("step 0000")
+
+
+def test_a_run_ends_with_a_few_lines_that_its_model_wrote(night):
+    assert not (night[0].folder / "model.safetensors").exists(), "weights are saved when asked for"
+    for run in night[1]:
+        lines = run.out.partition("\nThe model writes:\n")[2].splitlines()
+        assert len(run.out.splitlines()) > len(lines) > 1 and len("".join(lines)) > 150
+        assert all(line.startswith("    ") and len(line) <= 104 for line in lines), "none looks like a summary's"
+        assert run.out.index("\nseed: ") < run.out.index("\nThe model writes:\n")
+
+
+@pytest.mark.parametrize("fault", ["sample", "textwrap"])
+def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
+    edit = {
+        "sample": "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))",
+        "textwrap": "harness.textwrap.wrap = lambda *_: fail(UnicodeEncodeError('ascii', 'é', 0, 1, 'no'))",
+    }[fault]
+    run = clone.run(edit=edit)
+    assert run.code == 0 and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
+    assert re.fullmatch(r"train\.py: no sample: \w+Error\n", run.err), run
 
 
 def test_rows_keep_the_best_so_far_and_name_the_commit(night):
     clone, runs = night
     assert clone.statuses == ["keep", "discard", "keep"]
-    assert [row["description"] for row in clone.rows] == ["baseline", "learn nothing", "take twice the steps"]
+    assert [row["description"] for row in clone.rows] == ["baseline", "learn nothing", "take five times the steps"]
     assert [row["commit"] for row in clone.rows] == clone.git("log", "--reverse", "--abbrev=7", "--format=%h").split()
     for row, run in zip(clone.rows, runs, strict=True):
         assert (f"{row['val_bpb']:.6f}", row["status"]) == (run.summary["val_bpb"], run.summary["status"])
@@ -262,22 +311,30 @@ def test_a_terminal_gets_one_live_line_and_an_error_below_it(new_clone):
 
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
     clones = [new_clone(), new_clone()]
-    screening = {"AUTORESEARCH_SCREENING": "1"}  # so that weights are kept
-    runs = [clone.plain("--tokens", "8192", "--seed", "7", **screening) for clone in clones]  # each with all threads
+    start = time.perf_counter()
+    runs = [clone.plain("--tokens", "8192", "--seed", "7", "--save") for clone in clones]  # each with all threads
+    both = time.perf_counter() - start
     assert runs[0].summary["val_bpb"] == runs[1].summary["val_bpb"] and runs[0].summary["num_steps"] == "2", runs
     weights = [load_file(clone.folder / "model.safetensors") for clone in clones]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     for clone, run in zip(clones, runs, strict=True):
-        assert (run.code, run.err) == (0, "") and not clone.left_over
+        assert (run.code, run.err) == (0, "") and clone.left_over == {"model.safetensors"}
+    times = ("first_step_sec", "training_seconds", "eval_seconds", "total_seconds", "tokens_per_sec", "num_params_M")
+    seconds = [[float(run.summary[name]) for name in times] for run in runs]
+    assert both - 30 < sum(total for *_, total, _, _ in seconds) < both
+    for first, training, evaluation, total, rate, params in seconds:
+        assert first + training + evaluation == pytest.approx(total, abs=1) and min(first, training, evaluation) > 0
+        assert rate * training == pytest.approx(8192, rel=0.05 / training + 1e-3)
+        assert params == pytest.approx(sum(tensor.numel() for tensor in weights[0].values()) / 1e6, rel=0.01)
 
 
 # Runs that are not logged
 
-UNLOGGED = {
-    "seconds": (["--seconds", "20"], "--seconds set by hand"),
-    "the official seconds": (["--seconds", "300"], "--seconds set by hand"),
-    "tokens": (["--tokens", "1280"], "--tokens set by hand"),
-    "another GPU's size": (["--gpu", "cpu", "--seconds", "20"], "--seconds and --gpu set by hand"),
+UNLOGGED = {  # arguments, the first words, the status
+    "seconds": (["--seconds", "20"], "cpu, 20 s", "--seconds set by hand"),
+    "the official seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
+    "tokens": (["--tokens", "1280"], "cpu, 0.00128 M tokens", "--tokens set by hand"),
+    "another GPU's size": (["--gpu", "cpu", "--seconds", "20"], "cpu as cpu, 20 s", "--seconds and --gpu set by hand"),
 }
 
 
@@ -287,14 +344,17 @@ def unlogged(new_clone) -> dict[str, tuple[Clone, Run]]:
         clone = new_clone()
         return clone, clone.run(*args)
 
-    return two_at_a_time({name: lambda args=args: job(args) for name, (args, _) in UNLOGGED.items()})
+    return two_at_a_time({name: lambda args=args: job(args) for name, (args, *_) in UNLOGGED.items()})
 
 
 @pytest.mark.parametrize("name", UNLOGGED)
 def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(unlogged, name):
     clone, run = unlogged[name]
     assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
-    assert run.summary["status"] == f"not logged: {UNLOGGED[name][1]}"
+    args, first_words, reason = UNLOGGED[name]
+    assert run.summary["status"] == f"not logged: {reason}" and run.out.startswith(f"{first_words}, corpus-"), run
+    if "20" in args:
+        assert 15 < float(run.summary["training_seconds"]) < 24
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
 
 
@@ -307,13 +367,21 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(unlogged, n
     ],
 )
 def test_screening_is_logged_with_the_budget_in_the_gpu_column(clone, args, gpu):
-    run = clone.run(*args, edit="os.environ['AUTORESEARCH_SCREENING'] = '1'")
+    run = clone.run(*args, edit="os.environ['AUTORESEARCH_RUN'] = '{\"log\": true}'")
     assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary["status"] == "keep"
 
 
-def test_a_run_of_a_wave_leaves_no_weights_in_a_folder_that_will_be_deleted(clone):
-    run = clone.run(edit="os.environ['AUTORESEARCH_SCREENING'] = 'no weights'")
-    assert run.code == 0 and clone.statuses == ["keep"] and not (clone.folder / "model.safetensors").exists(), run
+def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
+    edit = """
+os.environ["AUTORESEARCH_RUN"] = '{"score_test": true}'
+split_of = lambda real, model, tokenizer, B, T, split: 1.5 if split == "test" else real(model, tokenizer, B, T, split)
+replace(harness, "evaluate_bpb", split_of)
+"""
+    run = clone.run(edit=edit)
+    assert run.summary["test_bpb"] == "1.500000" and run.summary["val_bpb"] != "1.500000", run
+    assert [(row["status"], row["description"]) for row in clone.rows] == [("keep", "baseline, test 1.500000")]
+    run = clone.run("--seconds", "20", edit=edit.replace('": true', '": false, "log": false'))
+    assert "test_bpb" not in run.summary and len(clone.rows) == 1, "night has asked for neither"
 
 
 def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
@@ -321,7 +389,7 @@ def test_a_last_step_that_began_in_time_counts_however_long_it_takes(clone):
     assert clone.statuses == ["keep"] and float(run.summary["training_seconds"]) == 340
 
 
-def test_no_step_begins_that_would_end_far_beyond_the_budget(clone):
+def test_no_step_starts_that_would_probably_end_after_303_s(clone):
     """By the pace so far: steps of 70 s leave room for four."""
     slow = "replace(train, 'train_step', lambda real, *args: (real(*args), slow())[0])\n"
     slow += "def slow():\n    harness.time.now += 70\n"
@@ -340,34 +408,48 @@ def test_a_loop_that_ignores_the_clock_is_a_crash(clone):
 
 
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
-    edit = "train.train = lambda clock, tokenizer, device, *_: (train.build_model(train.SIZES[0][1], device, None), {})"
+    edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
     assert clone.run(edit=edit).code == 1 and clone.statuses == ["crash"]
 
 
-def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
+@pytest.mark.skipif(not hasattr(prepare, "adopt_dataset"), reason="prepare.py knows no dataset of a clone yet")
+def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
+    clone.cache = shutil.copytree(prepared, tmp_path / "cache")
+    own = (clone.cache / "current").read_text().strip()
+    shutil.copytree(clone.cache / own, clone.cache / "other")
+    clone.run("--seconds", "20")
+    assert not (clone.folder / ".dataset").exists(), "it was not logged"
     clone.run()
-    log = clone.folder / "results.tsv"
-    log.write_text(re.sub(r"\t[\d.]+\n$", "\t5.0\n", log.read_text()))
-    run = clone.run()
-    assert f"where {clone.rows[0]['commit']}, the best so far, saw 5.0 M" in run.summary["slower"], run
+    (clone.cache / "current").write_text("other\n")  # by another clone
+    clone.run()
+    assert (clone.folder / ".dataset").read_text().strip() == own
+    assert len({row["dataset"] for row in clone.rows}) == 1 and clone.statuses == ["keep", "discard"]
+
+
+def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
+    tokens = 512 * int(clone.run().summary["num_steps"]) / 1e6
+    for share, slower in ((0.91, False), (0.89, True)):
+        saw = f"lambda real, *args: real(*args) | dict(tokens_M={tokens / share})"
+        run = clone.run(edit=f"replace(harness, 'best_result', {saw})")
+        assert ("slower" in run.summary) is slower, run
+    assert f"where {clone.rows[0]['commit']}, the best so far, saw 0.0 M" in run.summary["slower"]
 
 
 # Lost runs
 
+LOOP = "loss, epoch = train_step(model, optimizer, scaler, loader)"
+
+
+def line_of(text: str) -> int:
+    (line,) = [i for i, line in enumerate((ROOT / "train.py").read_text().splitlines(), start=1) if text in line]
+    return line
+
+
+LINE = f" line {line_of(LOOP)}"
 FAULTS = {  # edit, last line on stderr, reason in the row
     "nan": ("at_step(20, lambda loss: loss * math.nan)", "^train.py: NaN at step 20$", "NaN at step 20"),
     "inf": ("at_step(1, lambda loss: loss * math.inf)", "^train.py: loss inf at step 1$", "loss inf at step 1"),
     "explosion": ("at_step(20, lambda loss: loss * 1e4)", r"^train.py: loss \S+ at step 20$", r"loss \S+ at step 20"),
-    "edited model": (
-        "def forward(self, *_, **__): return self.haed\ntrain.GPT.forward = forward",
-        "attribute 'haed'",
-        r"AttributeError line \d+",
-    ),
-    "edited sizes": (
-        "train.SIZES = ((0, dataclasses.replace(train.SIZES[0][1], head_dim=48)),)",
-        "Error: ",
-        r"AssertionError line \d+",
-    ),
     "out of memory": (
         "at_step(5, lambda _: fail(torch.OutOfMemoryError('CUDA out of memory')))",
         "out of memory",
@@ -377,7 +459,7 @@ FAULTS = {  # edit, last line on stderr, reason in the row
     "GPU lost": (
         "at_step(5, lambda _: fail(torch.AcceleratorError('CUDA error: device lost')))",
         "device lost",
-        r"AcceleratorError line \d+",
+        f"AcceleratorError{LINE}",
     ),
     "evaluation": (
         "replace(harness, 'evaluate_bpb', lambda *_: fail(ValueError('no bytes')))",
@@ -419,25 +501,37 @@ def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(lost, night
     assert clone.rows[0].items() >= crash.items() and clone.rows[0]["dataset"] == night[0].rows[0]["dataset"]
 
 
-def test_a_traceback_names_the_edited_line_and_a_lost_loss_needs_none(lost):
-    assert "in forward" in lost["edited model"][1].err
+def test_a_lost_loss_needs_no_traceback(lost):
     assert all(lost[name][1].ends_in_one_line() for name in ("nan", "inf", "explosion"))
 
 
-def test_the_row_is_safe_before_anything_else_is_done_with_the_run(clone):
-    run = clone.run(edit="replace(harness, 'save_weights', lambda *_: send(signal.SIGKILL))")
-    assert run.code == -signal.SIGKILL and clone.statuses == ["keep"]
+MLP, CALL, HEAD_DIM = (
+    "self.c_proj(leaky_relu_squared(self.c_fc(x)))",
+    "x = x + self.mlp(h)",
+    "config.n_embd % config.head_dim",
+)
+EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
+    "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
+    "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
+    "sizes": (f"{HEAD_DIM} == 0", f"{HEAD_DIM} == 1", ("AssertionError", HEAD_DIM, "self.attn, self.mlp = ")),
+}
 
 
-def test_weights_are_those_of_the_last_kept_run(clone):
-    path = clone.folder / "model.safetensors"
-    clone.run()
-    kept = path.read_bytes()
-    clone.commit("learn nothing")
-    clone.run(edit="train.MATRIX_LR = train.EMBEDDING_LR = 0")
-    assert clone.statuses == ["keep", "discard"] and path.read_bytes() == kept
-    clone.run("--tokens", "512")  # not logged
-    assert path.read_bytes() == kept
+@pytest.mark.parametrize("name", EDITS)
+def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, name):
+    old, new, (error, line, caller) = EDITS[name]
+    clone.replace(old, new)
+    clone.git("add", "train.py")  # which no commit holds yet
+    run = clone.run()
+    reason = f"{error} line {line_of(line)}, called from line {line_of(caller)}"
+    assert run.code == 1 and [row["description"] for row in clone.rows] == [f"baseline (train.py differs) [{reason}]"]
+    assert "val_bpb:" not in run.out and error in run.err.splitlines()[-1]
+
+
+def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clone):
+    for i, late in enumerate(("print_sample", "save_weights")):
+        run = clone.run("--save", edit=f"replace(harness, '{late}', lambda *_: send(signal.SIGKILL))")
+        assert run.code == -signal.SIGKILL and len(clone.statuses) == i + 1 and "val_bpb" in run.summary, run
 
 
 # Signals
@@ -492,10 +586,17 @@ def append_row(*args, real=harness.append_row):
 harness.append_row = append_row
 """
     if begun == "an interrupt":
-        edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)"
+        edit += "at_step(5, lambda loss: send(signal.SIGTERM) or loss)\n"
+        edit += f"replace(harness.Clock, 'release', lambda real, clock: send({int(number)}) or real(clock))"
     run = clone.run(edit=edit)
     expected = (0, ["keep"]) if begun == "a good run" else (143, ["crash"])
     assert (run.code, clone.statuses) == expected, run
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_after_the_row_just_ends_the_process(clone, number):
+    run = clone.run(edit=f"replace(harness, 'print_sample', lambda *_: send({int(number)}))")
+    assert run.code == -number and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
 
 
 @pytest.mark.slow
@@ -537,8 +638,8 @@ def test_a_folder_that_is_gone_leaves_the_row_on_stderr(clone):
 
 def test_a_disk_too_full_for_the_weights_costs_them_and_nothing_else(clone):
     (clone.folder / "model.safetensors").write_bytes(b"those of before")
-    run = clone.run(edit="resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))")
-    assert run.code == 0 and clone.statuses == ["keep"] and not clone.left_over, run
+    run = clone.run("--save", edit="resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))")
+    assert run.code == 0 and clone.statuses == ["keep"] and clone.left_over == {"model.safetensors"}, run
     assert run.err.count("\n") == 1 and "model.safetensors" in run.err
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
 
@@ -547,10 +648,10 @@ def test_a_kill_while_the_weights_are_written_leaves_those_of_before(clone):
     (clone.folder / "model.safetensors").write_bytes(b"those of before")
     half = "lambda real, tensors, path, *_: (path.write_bytes(b'half'), send(signal.SIGKILL))"
     edit = f"import safetensors.torch\nreplace(safetensors.torch, 'save_file', {half})"
-    assert clone.run(edit=edit).code == -signal.SIGKILL and clone.left_over
+    assert clone.run("--save", edit=edit).code == -signal.SIGKILL and len(clone.left_over) == 2
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
-    clone.commit("better")
-    assert clone.run(edit="clock_goes(1)").summary["status"] == "keep" and not clone.left_over
+    assert clone.run("--seconds", "20", "--save").code == 0 and clone.left_over == {"model.safetensors"}
+    assert len((clone.folder / "model.safetensors").read_bytes()) > 10**5
 
 
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
@@ -579,9 +680,11 @@ def wait_for_data(loss):
     time.sleep(1.5)
     return loss
 at_step(5, wait_for_data)
+replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
 """
     run = clone.run(edit=edit)
     assert re.search(r"^Timeout \(0:00:01\)!\n(.*\n)*?.* in wait_for_data\n", run.err), run
+    assert run.err.count("Timeout") == 1
     assert run.code == 0 and clone.statuses == ["keep"]
 
 
@@ -595,7 +698,11 @@ REFUSED = {
         r"train_00001\.bin: .*; delete it and train_shards there, and run prepare\.py as before",
     ),
     "unknown GPU": (["--gpu", "T5"], "whole", r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
-    "no weights": (["--sample", "Once"], "whole", r"^train\.py: no model\.safetensors yet: run python train\.py first"),
+    "no weights": (
+        ["--sample", "Once"],
+        "whole",
+        r"^train\.py: no model\.safetensors yet: run python train\.py --save first",
+    ),
     "no weights, empty text": (["--sample", ""], "whole", r"^train\.py: no model\.safetensors yet"),
     "no time": (["--seconds", "0"], "whole", "give more than 0"),
     "no tokens": (["--tokens", "0"], "whole", "give more than 0"),
@@ -637,7 +744,7 @@ def test_sequences_longer_than_the_text_are_one_line_and_a_crash_row(clone, tmp_
 
 def test_help_names_every_option(clone):
     run = clone.plain("--help")
-    options = ("--seconds", "--tokens", "--gpu", "--seed", "--sample")
+    options = ("--seconds", "--tokens", "--gpu", "--seed", "--save", "--sample")
     assert (run.code, run.err) == (0, "") and all(option in run.out for option in options)
 
 
@@ -669,32 +776,50 @@ assert touched, "the audit sees what there is"
 # Saved weights
 
 
-def test_a_sample_continues_its_text_with_the_saved_weights(night):
-    clone, _ = night
+def test_a_sample_continues_its_text_with_the_saved_weights(saved):
+    clone = saved
     before = (clone.folder / "model.safetensors").stat().st_mtime_ns
     texts = ["Once upon", "größer 你好 <|reserved_0|>", ""]
     runs = two_at_a_time({text: lambda text=text: clone.run("--sample", text) for text in texts})
     for text, run in runs.items():
         assert (run.code, run.err) == (0, "") and run.out.startswith(text) and len(run.out) > len(text) + 20, run
-    assert (clone.folder / "model.safetensors").stat().st_mtime_ns == before and len(clone.rows) == 3
+    assert (clone.folder / "model.safetensors").stat().st_mtime_ns == before and len(clone.rows) == 1
 
 
-def test_a_sample_follows_what_the_model_says_of_its_text(tokenizer):
-    """A model that is sure: after each token comes the next id."""
+class Next(torch.nn.Module):
+    """Sure of itself: after each token comes the next id. Compiled for one shape."""
 
-    class Next(torch.nn.Module):
-        config = SimpleNamespace(seq_len=16)
-        weight = torch.nn.Parameter(torch.zeros(1))
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.config, self.vocab_size = SimpleNamespace(seq_len=16), vocab_size
+        self.weight = torch.nn.Parameter(torch.full((1,), 100.0))
+        self.compilations = torch._dynamo.testing.CompileCounter()
+        self.logits = torch.compile(self.logits, backend=self.compilations, fullgraph=True, dynamic=False)
+        self(torch.zeros(2, 16, dtype=torch.int64))
 
-        def forward(self, idx):
-            return 100.0 * torch.nn.functional.one_hot(
-                (idx + 1) % tokenizer.get_vocab_size(), tokenizer.get_vocab_size()
-            )
+    def logits(self, idx):
+        return self.weight * torch.nn.functional.one_hot((idx + 1) % self.vocab_size, self.vocab_size)
 
+    def forward(self, idx):
+        return self.logits(idx)
+
+
+def test_a_sample_follows_what_the_model_says_of_its_text_and_compiles_nothing(tokenizer):
+    model = Next(tokenizer.get_vocab_size())
     (first,) = tokenizer.encode("a")
-    model = Next()
-    model.register_parameter("w", Next.weight)
     assert harness.sample(model, tokenizer, "a", seed=0, tokens=30) == tokenizer.decode(list(range(first, first + 31)))
+    to_the_end = tokenizer.decode(list(range(first, tokenizer.get_bos_token_id())))
+    assert harness.sample(model, tokenizer, "a", seed=0, tokens=10**4) == to_the_end
+    assert model.compilations.frame_count == 1
+
+
+def test_a_sample_ends_when_its_seconds_are_over(tokenizer, monkeypatch):
+    looks = itertools.count(100, 0.5)
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
+    model = Next(tokenizer.get_vocab_size())
+    (first,) = tokenizer.encode("a")
+    text = harness.sample(model, tokenizer, "a", seed=0, tokens=30, seconds=2)
+    assert text == tokenizer.decode(list(range(first, first + 4)))
 
 
 def save_with(path: Path, tensors: dict, metadata) -> None:
@@ -720,17 +845,19 @@ STRANGERS = {  # what lies in place of the weights, made from the tensors and co
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(night, tmp_path, monkeypatch, name):
-    good = night[0].folder / "model.safetensors"
+def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tmp_path, monkeypatch, name):
+    good = saved.folder / "model.safetensors"
     with safe_open(good, "pt") as file:
         config = json.loads(file.metadata()["config"])
     cpu = torch.device("cpu")
     monkeypatch.setattr(harness, "WEIGHTS", good)
-    assert harness.load_weights(train.build_model, cpu, None).config == train.Config(**config)
+    assert harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0)).config == train.Config(**config)
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     STRANGERS[name](harness.WEIGHTS, load_file(good), config)
-    with pytest.raises(prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run it again$") as error:
-        harness.load_weights(train.build_model, cpu, None)
+    with pytest.raises(
+        prepare.PrepareError, match=r"^model\.safetensors does not fit .*: run python train.py --save again$"
+    ) as error:
+        harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0))
     assert "\n" not in str(error.value)
 
 
@@ -738,7 +865,7 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
-    model = train.build_model(config, torch.device("cpu"), None)
+    model = train.build_model(config, torch.device("cpu"), harness.GPU(None, 0.0))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     for block in model.blocks:
@@ -748,7 +875,7 @@ def test_saved_weights_are_the_models_in_fp16(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors.yesterday").touch()
     harness.save_weights(model)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
-    loaded = harness.load_weights(train.build_model, torch.device("cpu"), None)
+    loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0))
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
@@ -775,7 +902,7 @@ def together(real, **row):
     return real(**row)
 replace(harness, "log_result", together)
 """
-    runs = [run.wait() for run in [clone.start("--seed", str(seed), edit=edit) for seed in range(count)]]
+    runs = [run.wait() for run in [clone.start("--seed", str(seed), "--save", edit=edit) for seed in range(count)]]
     assert [(run.code, run.err) for run in runs] == [(0, "")] * count
     scores = [run.summary["val_bpb"] for run in runs]
     assert sorted(f"{row['val_bpb']:.6f}" for row in clone.rows) == sorted(scores) and len(set(scores)) == count
@@ -783,7 +910,7 @@ replace(harness, "log_result", together)
     for row, status in zip(clone.rows, clone.statuses, strict=True):
         assert status == ("keep" if row["val_bpb"] < best else "discard")
         best = min(best, row["val_bpb"])
-    assert all(name.startswith("ready.") for name in clone.left_over)
+    assert all(name.startswith("ready.") for name in clone.left_over - {"model.safetensors"})
     assert clone.run("--sample", "Once").code == 0  # one whole file of weights
 
 

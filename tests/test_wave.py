@@ -2,8 +2,10 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,15 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from small_corpus import ROOT
-from test_night import Night
+from small_corpus import ROOT, copy_files, texts, write_parquet
+from test_night import Night, command
+
+import harness
+from night.rows import Kind
+from night.wave import Run, log_row, table, usable_cores
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
-from harness import budget_name, log_result
-from prepare import dataset_id
+import prepare
+from harness import budget_name, log_result, night_record
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float)
@@ -27,10 +33,12 @@ parser.add_argument("--tokens", type=int)
 parser.add_argument("--gpu")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
-where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=dataset_id())
+where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=prepare.dataset_id())
+prepare.adopt_dataset(prepare.current_dataset())
 print("training", flush=True)
 try:
     BODY
+    where["test_bpb"] = val_bpb + 0.1 if night_record().get("score_test") else None
     print("status:", log_result(val_bpb=val_bpb, memory_gb=2.0, tokens_M=1.5, **where))
 except BaseException as error:
     log_result(val_bpb=0.0, memory_gb=0.0, reason=type(error).__name__, **where)
@@ -44,7 +52,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 14]", "hang": "[no evaluation within 0.1 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 15]", "hang": "[no evaluation within 0.1 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
@@ -55,11 +63,18 @@ class Clone(Night):
             (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
             self.run(f"git commit -qam {name} && git tag {name}")
 
-    def wave(self, *args: str, **env: str) -> subprocess.Popen:
+    def wave(self, *args: str, begin=None, **env: str) -> subprocess.Popen:
         command = ["python", "-m", "night", "wave", *args]
         env = self.env | {"CUDA_VISIBLE_DEVICES": ""} | env
         return subprocess.Popen(
-            command, cwd=self.folder, env=env, text=True, stdout=-1, stderr=-2, start_new_session=True
+            command,
+            cwd=self.folder,
+            env=env,
+            text=True,
+            stdout=-1,
+            stderr=-2,
+            start_new_session=True,
+            preexec_fn=begin,
         )
 
     def finish(self, wave: subprocess.Popen, code: int = 0, timeout: float = 600) -> str:
@@ -100,33 +115,179 @@ def listening(pids) -> set[str]:
 
 
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
-    """On two slots: three good runs, a crash, a SyntaxError and a hang. Ray listens on loopback only."""
-    clone.commit(**SIX)
+    """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first row. Ray listens
+    on loopback only. The wave begins as in a script, by `&`: SIGINT is ignored."""
+    clone.commit(base="time.sleep(1); val_bpb = 1.35", **SIX)
+    clone.run("git checkout -q base")
     command = [*SIX, *TWO_SLOTS, "--limit=6"]
-    wave = clone.wave(*reversed(SIX), *command[6:])  # the hang first
-    while len(clone.rows()) < 2:
+    begin = [*reversed(SIX), *TWO_SLOTS, "--limit=100"]
+    wave = clone.wave(*begin, begin=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    while len(clone.rows()) < 3:
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
+    folder = Path(f"/proc/{clone.process('train.py')}/cwd").resolve().parent
+    assert folder.parent == Path("/tmp") and list(folder.glob("*/results.tsv"))
+    assert not [word for words in clone.processes().values() for word in words if "/tmp/ray/" in word]
     assert listening(clone.processes()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
-    os.killpg(wave.pid, signal.SIGINT)
-    clone.finish(wave, code=130)
-    assert not clone.processes()
+    wave.send_signal(signal.SIGINT)
+    clone.finish(wave, code=130, timeout=20)
+    assert not clone.processes() and not folder.exists()
     before = clone.rows()
-    assert 2 <= len(before) < 6
+    assert 3 <= len(before) < 7
 
     output = clone.finish(clone.wave(*command))
     assert clone.rows()[: len(before)] == before
-    names = {f"{name} {REASON[name]}" if name in REASON else name for name in SIX}
-    assert clone.scores().keys() == names
+    names = {f"{name} {REASON[name]}": "crash" for name in REASON}
+    kept = {"base": "keep", "good": "keep", "better": "keep", "worse": "discard"}
+    assert clone.scores() == kept | names and next(iter(clone.scores())) == "base"
     for row in clone.rows():
         assert (row["gpu"], row["tokens_M"]) == ("cpu, 1.5 M tokens", 0.0 if row["status"] == "crash" else 1.5)
-    table = re.findall(r"^([01]\.\d{6}) .*[0-9a-f]{7}  (\w+)", output, re.M)
-    assert table[:3] == [("1.200000", "better"), ("1.300000", "good"), ("1.400000", "worse")]
-    assert {name for _, name in table[3:]} == REASON.keys()
+    table = re.findall(r"^([01]\.\d{6}) +(\S*)  .*[0-9a-f]{7}  (\w+)", output, re.M)
+    assert table[:2] == [("1.200000", "-0.150000", "better"), ("1.300000", "-0.050000", "good")]
+    assert table[2:4] == [("1.350000", "reference", "base"), ("1.400000", "+0.050000", "worse")]
+    assert {name for _, _, name in table[4:]} == REASON.keys()
 
     log = (clone.folder / "results.tsv").read_bytes()
-    assert clone.finish(clone.wave(*command)).startswith("0 runs, 6 more have a row")
+    assert clone.finish(clone.wave(*command)).startswith("0 runs, 7 more have a row")
     assert (clone.folder / "results.tsv").read_bytes() == log
+
+
+def test_what_a_wave_keeps_is_better_than_the_reference_with_the_same_seed_whichever_ends_first(clone):
+    """The reference ends last, and its seeds differ by more than the ideas do."""
+    clone.commit(base="time.sleep(3); val_bpb = 1.3 + args.seed / 10", idea="val_bpb = 1.31 + args.seed / 10 * 0.99")
+    clone.run("git checkout -q base")
+    output = clone.finish(clone.wave("idea", "--seeds=0,5", *TWO_SLOTS))
+    expected = {"base, seed 0": "keep", "base, seed 5": "keep", "idea, seed 0": "discard", "idea, seed 5": "discard"}
+    assert clone.scores() == expected and [row["description"][:4] for row in clone.rows()] == [
+        *2 * ["base"],
+        *2 * ["idea"],
+    ]
+    assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds, cpu", output, re.M)
+    assert re.search(r"^1\.557500 \+-0\.24750  \+0\.007500 \+-0\.00250 .* discard .* idea, 2 seeds, cpu", output, re.M)
+
+
+def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(clone, tmp_path):
+    clone.commit(
+        base=f"val_bpb = float(open({str(tmp_path / 'bpb')!r}).read())", idea="val_bpb = 1.2", worse="val_bpb = 1.4"
+    )
+    clone.run("git checkout -q base")
+    clone.finish(clone.wave("idea", *TWO_SLOTS))
+    assert clone.scores() == {"base [FileNotFoundError]": "crash", "idea": "discard"}
+    (tmp_path / "bpb").write_text("1.3")
+    assert "-0.100000" in clone.finish(clone.wave("idea", "worse", *TWO_SLOTS))
+    assert [(row["description"], row["status"]) for row in clone.rows()[2:]] == [("base", "keep"), ("worse", "discard")]
+
+
+def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
+    def row(commit: str, seed: int | None, val_bpb: float, gpu: str = "A") -> tuple[Run, dict]:
+        status = "keep" if val_bpb else "crash"
+        text = f"{commit * 2}, seed {seed}" if seed else commit * 2
+        fields = dict(val_bpb=val_bpb, status=status, description=text + " [x]" * (not val_bpb), tokens_M=9.0, gpu=gpu)
+        return Run(commit, text, seed), fields
+
+    rows = [row("r", 1, 1.2), row("r", 2, 1.4), row("r", 3, 1.9), row("i", 1, 1.1), row("i", 2, 1.28), row("i", 3, 0.0)]
+    rows += [row("j", 1, 1.0, "B"), row("k", None, 1.5)]
+    head, *lines = table(dict(rows), "r").splitlines()
+    assert head.startswith("UNLIKE GPUS")
+    lines = [re.sub(" {2,}", "|", line) for line in lines]
+    assert lines[1:] == [
+        "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds, A",
+        "1.500000|9.0|keep|k|kk, A",
+        "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds, A",
+        "1.000000|9.0|keep|j|jj, seed 1, B",
+    ]
+
+
+@pytest.mark.parametrize(("text", "cores"), [("50000 100000\n", 1), ("max 100000\n", len(os.sched_getaffinity(0)))])
+def test_a_cgroups_quota_limits_the_cores(monkeypatch, text, cores):
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/sys/fs/cgroup/cpu.max": text}[str(path)])
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seed", "report", "status"),
+    [("A", None, False, "keep"), ("A", 1, False, "discard"), ("B", None, False, "discard"), ("B", None, True, "keep")],
+)
+def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(
+    tmp_path, monkeypatch, gpu, seed, report, status
+):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, dataset="d", to_beat=math.inf)
+    for text, val_bpb in {"base": 1.3, "base ": 1.5, "base, seed 1": 1.35, "other": 1.1}.items():
+        harness.log_result(val_bpb=val_bpb, gpu="A", description=text, commit="b" * (text[0] == "b") or "o", **row)
+    harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
+    kind, run = Kind(["A", "B"], "", "d", report), Run("i", "idea", seed)
+    lines = ["garbage", f"x\t1.400000\t2.0\tkeep\tx, test 1.600000\t{gpu}\td\t9.0", ""]
+    log_row(run, kind, ("b", "base"), "\n".join(lines).encode(), [])
+    *_, row = harness.read_results()
+    text = "idea, test 1.600000"
+    assert [row[key] for key in ("commit", "val_bpb", "status", "description")] == ["i", 1.4, status, text]
+    assert (row["gpu"], row["tokens_M"], row["memory_gb"]) == (gpu + ", report" * report, 9.0, 2.0)
+
+
+def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_data(clone, tmp_path):
+    """Every row is on the clone's own data and compares with the reference of its kind, up to the report."""
+    waves = (ROOT / "docs" / "waves.md").read_text("utf-8")
+    cache, other = shutil.copytree(clone.env["AUTORESEARCH_CACHE"], tmp_path / "cache"), tmp_path / "other"
+    clone.env |= {"AUTORESEARCH_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+
+    def step(number: str, **words: str) -> str:
+        text = re.search(rf"\*\*{number}\..*?```bash\n(.*?)```", waves, re.S)[1]
+        for old, new in words.items():
+            text = text.replace(old.replace("_", " "), new)
+        return clone.run(text + "wait")
+
+    def plan(wave: int, idea: str, val_bpb: float) -> None:
+        (tmp_path / "train.py").write_text(STUB.replace("BODY", f"val_bpb = {val_bpb} + args.seed % 10 / 1000"))
+        edit = {"#_edit_train.py": f"cp {tmp_path / 'train.py'} train.py", "MLP_4x_->_5x": idea}
+        step("1", **edit, **{"wave=1": f"wave={wave}", "wider-mlp": idea})
+
+    (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.3 + args.seed % 10 / 1000"))
+    clone.run("git commit -q -m baseline train.py; python -m night run")
+    copy_files(other)
+    write_parquet(tmp_path / "texts" / "a.parquet", texts(7))
+    write_parquet(tmp_path / "texts" / "b.parquet", texts(8))
+    subprocess.run([sys.executable, "prepare.py", "--data", tmp_path / "texts"], cwd=other, env=clone.env, check=True)
+    for idea, val_bpb in {"a": 1.28, "b": 1.29, "c": 1.4}.items():
+        plan(1, idea, val_bpb)
+    step("2")
+    log = (clone.folder / "wave.log").read_text()
+    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a, cpu$", log, re.M), log
+    assert clone.run("python -m night reference") == clone.run("git rev-parse --short=7 HEAD")
+
+    plan(2, "all-winners", 1.25)
+    clone.run("git checkout -q autoresearch/mar5")
+    step("4")
+    log = (clone.folder / "wave.log").read_text()
+    assert log.startswith("6 runs, 0 more") and "-0.050000 +-0.00000" in log
+    clone.run("python -m night keep mar5-wave2/all-winners --discard")
+    step("5")
+    winner = clone.run("git rev-parse --short=7 mar5-wave2/all-winners")
+    assert clone.run("python -m night reference") == winner
+    plan(3, "unmerged", 1.24)
+    clone.run("git checkout -q autoresearch/mar5")
+    assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
+    output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
+    assert re.search(r"^1.250000 +reference .* all-winners, cpu, 1.5 M tokens$", output, re.M), output
+    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu, 1.5 M tokens$", output, re.M)
+
+    clone.run(command("## The morning after") + "wait")
+    report = (clone.folder / "report.md").read_text()
+    baseline, *_ = rows = clone.rows()
+    assert f"First kept: {baseline['commit']}, baseline. Last kept: {winner.strip()}, all-winners." in report
+    assert "| test, mean of 3 seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
+    assert len(rows) == 1 + 3 + 6 + 2 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
+    assert clone.run("git status --porcelain") == ""
+
+
+@pytest.mark.parametrize(("slots", "threads"), [([], 1002.2), (TWO_SLOTS, 1.1)])
+def test_under_taskset_a_run_has_the_threads_that_it_may_use(clone, slots, threads):
+    """Without OMP_NUM_THREADS, PyTorch takes as many as it may use."""
+    omp = "os.environ.get('OMP_NUM_THREADS', 1000 + len(os.sched_getaffinity(0)))"
+    clone.commit(base=f"val_bpb = float({omp}) + int(os.environ['TORCHINDUCTOR_COMPILE_THREADS']) / 10")
+    two = sorted(os.sched_getaffinity(0))[:2]
+    clone.finish(clone.wave("base", *slots, begin=lambda: os.sched_setaffinity(0, two)))
+    assert [row["val_bpb"] for row in clone.rows()] == [threads]
 
 
 def parent(pid: int) -> int:
@@ -172,6 +333,7 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
         good=SIX["good"],
         short="val_bpb = 1.2",
         long=f"print(os.getpid(), file=open({str(pids)!r}, 'a')); time.sleep(999)",
+        base="val_bpb = 1.5",
     )
 
     def began(times: int) -> int:
@@ -188,12 +350,13 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     cluster.lose_node_of(began(1))
     os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     output = clone.finish(wave)
-    assert clone.scores() == {"long [WorkerCrashedError]": "crash", "short": "keep"}
-    assert len(re.findall("^no run for .* does not have .*no data prepared", output, re.M)) == 1
+    assert clone.scores() == {"base": "keep", "long [WorkerCrashedError]": "crash", "short": "keep"}
+    assert len(re.findall("^no run for .* does not have corpus-.*PrepareError", output, re.M)) == 1
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
-    rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[2:]}
-    assert rows == {"good, seed 1": ("cpu, 9 s", 1.31), "good, seed 2": ("cpu, 9 s", 1.32)}
+    rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
+    expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
+    assert rows == {name: ("cpu, 9 s", val_bpb) for name, val_bpb in expected.items()}
     wave = clone.wave("long", "--again", f"--address={cluster.cluster.address}")
     began(3)
     wave.kill()
@@ -228,6 +391,7 @@ def test_no_process_outlives_a_killed_wave(clone):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_200_runs_on_8_slots_leave_200_rows(clone):
     clone.commit(good=SIX["good"], crash="val_bpb = 1 / (args.seed % 10)")
     seeds = ",".join(map(str, range(100)))

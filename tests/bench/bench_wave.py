@@ -1,9 +1,9 @@
 """
 Do runs side by side measure what a run alone measures? And how many experiments an hour are that?
 
-    python tests/bench_wave.py                    # a run alone, twice, then one on each GPU: 18 minutes
-    python tests/bench_wave.py --seconds 60       # the same, shorter
-    python tests/bench_wave.py --tokens 10000000 --per-gpu 3   # that many on each GPU at once
+    python tests/bench/bench_wave.py                    # a run alone, twice, then one on each GPU: 18 minutes
+    python tests/bench/bench_wave.py --seconds 60       # the same, shorter
+    python tests/bench/bench_wave.py --tokens 10000000 --per-gpu 3   # that many on each GPU at once
 
 It takes a clone of this repository's last commit, and the data that `prepare.py` has prepared.
 """
@@ -17,14 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import harness
 
 
 def timed(clone: Path, *command: str) -> tuple[float, list[dict]]:
     """Seconds, and the rows that it has left."""
     before, start = len(harness.read_results(clone / "results.tsv")), time.perf_counter()
-    env = os.environ | {"AUTORESEARCH_SCREENING": "1"}  # or a short run by itself would leave none
+    env = os.environ | {"AUTORESEARCH_RUN": '{"log": true}'}  # or a short run by itself would leave none
     subprocess.run([sys.executable, "-m", "night", *command], cwd=clone, env=env, check=True)
     return time.perf_counter() - start, harness.read_results(clone / "results.tsv")[before:]
 

@@ -1,9 +1,9 @@
 """
 A model of a GPU that is not at hand: what an optimizer step takes there, where the time goes, and the tokens of 300 s.
 
-    python tests/bench_gpu.py                               # a table: each GPU that prepare.py knows by name
-    python tests/bench_gpu.py T4                            # the published port, then the size that a T4 gets
-    python tests/bench_gpu.py A100 --set depth=11 n_embd=768    # other sizes
+    python tests/bench/bench_gpu.py                               # a table: each GPU that prepare.py knows by name
+    python tests/bench/bench_gpu.py T4                            # the published port, then the size that a T4 gets
+    python tests/bench/bench_gpu.py A100 --set depth=11 n_embd=768    # other sizes
 
 `train.train_step` itself runs on meta tensors, and record_kernels.py lists its kernels. Each of them takes
 
@@ -27,7 +27,6 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -38,7 +37,7 @@ import torch.nn.functional as F
 from record_kernels import Kernel, Recorder, nbytes
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import harness
 import kernels
@@ -51,6 +50,8 @@ class Rates(NamedTuple):
     fp32_gemm: float
     attention_forward: float  # FLOP/s, beside its bytes at `attention_memory`
     attention_backward: float
+    window_attention_forward: float  # likewise, where it slides windows
+    window_attention_backward: float
     memory: float  # bytes/s
     attention_memory: float
     scatter: float  # atomic additions/s
@@ -67,7 +68,7 @@ class Rates(NamedTuple):
 
 
 # Seconds between the end of a kernel and the full speed of the next; the host is taken to keep ahead. Of an H200's step
-# of 285 ms 4 ms were between kernels (tests/experiments.md), of some 2,000.
+# of 285 ms 4 ms were between kernels (docs/experiments.md), of some 2,000.
 LAUNCH = 3e-6
 MEMORY = {  # GiB that PyTorch can have, bytes/s by datasheet
     "T4": (14.5, 320e9), "V100": (15.5, 900e9), "L4": (22, 300e9), "RTX3060": (11.5, 360e9),
@@ -103,6 +104,10 @@ FA2 = 0.73, 0.63  # on an A100, the highest: https://arxiv.org/abs/2307.08691; a
 # cuDNN's pieces of 256 take 1.36.
 FA3 = 0.61, 0.61
 CUDNN_HOPPER = 0.56, 0.56
+# The FlashAttention-2 inside PyTorch, in H200s: 4.98 ms for the whole context, where cuDNN takes 3.02 (measured). Of a
+# B200 nothing is known: the same FLOP/s.
+FA2_HOPPER = 0.34, 0.34
+FA2_BLACKWELL = tuple(share * 989.5 / 2250 for share in FA2_HOPPER)
 # B200, 8192 tokens, causal: 1418 and 1118 TFLOP/s with FA4, which cuDNN is taken to equal:
 # https://github.com/Dao-AILab/flash-attention/pull/2280
 CUDNN_BLACKWELL = 0.63, 0.50
@@ -119,18 +124,18 @@ ATOMICS = 100e9 / (132 * 1980e6)
 @functools.cache
 def rates(gpu: str, fa3: bool = True) -> Rates:
     """fa3: whether FlashAttention-3 is installed, which counts on a Hopper."""
-    capability, multiprocessors, mhz, _ = harness.GPUS[gpu]
-    peak = harness.peak_flops(*harness.GPUS[gpu]) * BASE_CLOCK.get(gpu, 1)  # FLOP/s
+    capability, multiprocessors, mhz, *_ = harness.GPUS[gpu]
+    peak = harness.named_gpu(gpu).peak_flops * BASE_CLOCK.get(gpu, 1)  # FLOP/s
     gemm = LOW_POWER_GEMM.get(gpu) or peak * REAL_GEMM * BEST_GEMM[capability]
     fp32_gemm = gemm / 2  # TF32
     if capability < (8, 0):
-        attention, fp32_gemm = MEMORY_EFFICIENT, peak / 8
+        attention, fp32_gemm = 2 * MEMORY_EFFICIENT, peak / 8
     elif capability < (9, 0):
-        attention = FA2  # cuDNN's, where torch has it, is much the same
+        attention = 2 * FA2  # cuDNN's, where torch has it, is much the same
     elif capability < (10, 0):
-        attention = FA3 if fa3 else CUDNN_HOPPER
+        attention = 2 * FA3 if fa3 else CUDNN_HOPPER + FA2_HOPPER
     else:
-        attention = CUDNN_BLACKWELL
+        attention = CUDNN_BLACKWELL + FA2_BLACKWELL
     low_power, hbm = gpu in LOW_POWER_GEMM, capability in ((7, 0), (8, 0), (9, 0), (10, 0))
     memory = MEMORY[gpu][1] * (LOW_POWER if low_power else HBM if hbm else GDDR)
     return Rates(
@@ -167,7 +172,7 @@ PORT = train.Config(
 
 
 def size_for(gpu: str) -> train.Config:
-    return train.pick_size(harness.peak_flops(*harness.GPUS[gpu]))
+    return train.pick_size(harness.named_gpu(gpu))
 
 
 def fit(config: train.Config, gpu: str, fa3: bool = True) -> train.Config:
@@ -207,7 +212,7 @@ class Meta(str):
 def cross_entropy(most_rows: int, args, out) -> list[Kernel]:
     """kernels.fused_linear_cross_entropy: the weight's cast; a row kernel and up to three GEMMs per chunk."""
     (n, d), v, where = args[0].shape, len(args[1]), "cross-entropy"
-    need_dx, need_dw = (grad.numel() > 0 for grad in out[1:])
+    need_dx, need_dw = (grad.numel() > 0 for grad in out[-2:])
     rows = min(n, most_rows)
     gemm = Kernel(where, "GEMM", 2 * rows * v * d, 2 * (rows * d + v * d + rows * v))
     gemm_dw = gemm._replace(bytes=gemm.bytes + (8 - 2) * v * d)  # reads and writes fp32
@@ -268,6 +273,11 @@ def flash(q, k, v, causal, window_size):
     return flash_forward(q, k, v, window_size[0])[0]
 
 
+def fa2(q, k, v, window, shift):
+    """As train.fa2."""
+    return flash_forward(q, k, v, window)[0]
+
+
 def sdpa_by_flash(q, k, v, is_causal):
     return flash_forward(*(t.transpose(1, 2) for t in (q, k, v)), q.size(2))[0].transpose(1, 2)
 
@@ -281,7 +291,7 @@ def flash_kernel(backward: bool, args, out) -> list[Kernel]:
     keys = window * (1 - (window - 1) / (2 * T)) + FLASH_TILE / 2 * (2 - window / T)  # mean over queries
     flops = 2 * (5 if backward else 2) * B * T * H * D * keys
     accumulator = 3 * 4 * B * T * H * D * backward  # dq in fp32: zeroed, written, read
-    kind = "attention backward" if backward else "attention forward"
+    kind = "window " * (window < T) + ("attention backward" if backward else "attention forward")
     return [Kernel("attn", kind, flops, nbytes(args, out) + accumulator)]
 
 
@@ -311,19 +321,21 @@ def record(
         patch.object(F, "scaled_dot_product_attention", memory_efficient if own < (8, 0) else sdpa_by_flash),
         patch.object(train, "compiled", functools.cache(train.compiled.__wrapped__)),
         patch.object(train.GPT, "init_weights", lambda model: None),  # it looks at values
-        patch.object(train, "load_fa3", lambda: flash if fa3 and own[0] == 9 else None),
+        patch.object(train, "attention", functools.cache(train.attention.__wrapped__)),
+        patch.object(harness, "load_fa3", lambda: flash),
+        patch.object(train, "fa2", fa2),
         patch.object(train, "NGRAMS", () if port else train.NGRAMS),
         patch.object(train, "row_adam_", lambda _, __, *update: recorder.kernels.extend(row_adam(*update[:2]))),
         patch.object(train.Linear, "forward", autocast_linear if port else train.Linear.forward),
-        redirect_stdout(None),  # without FA3 a Hopper says so
-        patch.object(torch.version, "cuda", "13.0"),
     ):
         if port:
             with torch.device("meta"):
-                model = Port(config, torch.float32)
+                model = Port(config, torch.float32, "sdpa")
             model.compile()
         else:
-            model = train.build_model(config, Meta("meta"), capability or own)
+            capability = capability or own
+            gpu = harness.GPU(capability, 0.0, 0, fa3 and capability == (9, 0))
+            model = train.build_model(config, Meta("meta"), gpu)
         optimizer = train.make_optimizer(model)
         optimizer.device, optimizer.dtype = Meta("meta"), torch.float16 if port else model.dtype
         scaler = torch.amp.GradScaler("meta", enabled=optimizer.dtype == torch.float16)
@@ -361,7 +373,7 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
         rows=dict(sorted(rows.items(), key=lambda item: -item[1][0])),
         memory_gb=(nbytes(*model.parameters(), states) + gradients + activations) / 2**30,
         dtype=model.dtype,
-        flash=model.blocks[0].attn.flash is not None,
+        attention=model.attention,
         recorder=recorder,
     )
 
@@ -390,7 +402,7 @@ def tokens_in(budget: float, config: train.Config, gpu: str = "T4", fa3: bool = 
 
 def describe(gpu: str, p: dict) -> str:
     """Of a prediction: dtype and kind of attention."""
-    backend = "FA3" if p["flash"] else "cuDNN" if harness.GPUS[gpu][0] >= (8, 0) else "memory-efficient"
+    backend = {"fa3": "FA3", "fa2": "FA2", "sdpa": "memory-efficient"}[p["attention"]]
     return f"{'bf16' if p['dtype'] == torch.bfloat16 else 'fp16'}, {backend}"
 
 
@@ -433,7 +445,7 @@ def show_all() -> None:
                 f"{config.device_batch_size} of {config.total_batch_size // config.seq_len}",
                 f"{p['tokens_per_sec'] / 1e3:,.0f} k",
                 f"{tokens_in(TIME_BUDGET, config, gpu, fa3) / 1e6:.1f}",
-                f"{p['tflops'] * 1e12 / harness.peak_flops(*harness.GPUS[gpu]):.0%}",
+                f"{p['tflops'] * 1e12 / harness.named_gpu(gpu).peak_flops:.0%}",
                 f"{p['memory_gb']:.1f}",
                 f"{start + TIME_BUDGET + evaluation:.0f}",
             ]

@@ -1,13 +1,14 @@
 """The fused cross-entropy on one CUDA GPU, beside its peers: time, memory and error.
 
-    python tests/bench_kernels.py              # about two minutes on an H200; the tables are printed last
-    python tests/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
+    python tests/bench/bench_kernels.py              # about two minutes on an H200; the tables are printed last
+    python tests/bench/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
 
 Liger (`liger-kernel`) and Apple's CCE (`cut-cross-entropy`) run if they are installed. Medians of triton's do_bench,
 which empties L2 before each run. Errors are against float64, relative in the Euclidean norm.
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kernels
 
@@ -40,6 +41,12 @@ def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return kernels.fused_linear_cross_entropy(x, weight, targets, softcap=SOFTCAP)
+
+
+def ours_z(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Its time counts; its gradients differ from the others'."""
+    loss, lse = kernels.fused_linear_cross_entropy(x, weight, targets, softcap=SOFTCAP, return_lse=True)
+    return loss + 1e-4 * lse.square().mean()
 
 
 def compiled(**options):
@@ -71,6 +78,7 @@ CONTENDERS = {
     "Liger, on logits": lambda: liger("LigerCrossEntropyLoss"),
     "Apple CCE": apple,
     "ours": lambda: ours,
+    "ours, with a z-loss": lambda: ours_z,
 }
 
 
@@ -167,6 +175,7 @@ def bench_logits(n: int = 65536, v: int = 8192) -> None:
         "eager": F.cross_entropy,
         "torch.compile": torch.compile(F.cross_entropy),
         "ours": kernels.fused_cross_entropy,
+        "ours, in place": functools.partial(kernels.fused_cross_entropy, inplace=True),
     }
     for name, loss in ways.items():
         step = lambda loss=loss: torch.autograd.grad(loss(logits, targets), logits)  # noqa: E731
@@ -193,7 +202,7 @@ def sweep(x: Tensor, weight: Tensor, targets: Tensor) -> None:
         text = f"{rows:8}{ms:9.3f}{extra:10.0f}{forward:9.3f}        "
         for part in (
             lambda p, z, _: torch.mm(x.detach()[p], w.T, out=z),
-            lambda p, z, losses: kernels._rows_triton(z, targets[p], losses, one[p], SOFTCAP, -1, True),
+            lambda p, z, losses: kernels._rows_triton(z, targets[p], losses, one[p], SOFTCAP, -1, z),
             lambda p, z, _: kernels._addmm_(dx[p], z, w, beta=0.0, alpha=1.0),
             lambda p, z, _: kernels._addmm_(dw, z.T, x.detach()[p], beta=1.0, alpha=1.0),
         ):

@@ -1,8 +1,8 @@
 """
 Where a start goes, from `python train.py` until the clock starts: samples of what its threads do.
 
-    python tests/bench_start.py [options of train.py]    # PyTorch's and Triton's caches are cold
-    python tests/bench_start.py --warm [options]         # they are what the last run has left
+    python tests/bench/bench_start.py [options of train.py]    # PyTorch's and Triton's caches are cold
+    python tests/bench/bench_start.py --warm [options]         # they are what the last run has left
 
 Prints the seconds of each phase, and of each kind of work in it, after a run of one step that is not logged.
 """
@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PERIOD = 0.01  # seconds between samples
 

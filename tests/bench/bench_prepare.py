@@ -1,6 +1,6 @@
 """How well downloading and tokenizing overlap: climbmix from a local server of limited speed.
 
-python tests/bench_prepare.py DIR --rate 50    # DIR: parquet files with climbmix's names; rate in MB/s
+python tests/bench/bench_prepare.py DIR --rate 50    # DIR: parquet files with climbmix's names; rate in MB/s
 
 Prints how long downloading takes alone, tokenizing alone (training the tokenizer included), and both together.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import prepare
 

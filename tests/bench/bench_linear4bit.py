@@ -1,8 +1,8 @@
 """
 The 4-bit linear beside bitsandbytes and naive dequantize + F.linear: memory per layer, then speed.
 
-    python tests/bench_linear4bit.py            # about three minutes on an H200; the tables are printed last
-    python tests/bench_linear4bit.py --host     # the last table alone: host time per call, eager and compiled
+    python tests/bench/bench_linear4bit.py            # about three minutes on an H200; the tables are printed last
+    python tests/bench/bench_linear4bit.py --host     # the last table alone: host time per call, eager and compiled
 
 Without a CUDA device only the host times are measured; there they include the arithmetic.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kernels
 from kernels import Linear4bit, dequantize_4bit

@@ -1,8 +1,8 @@
 """
 Whole runs side by side: named recipes, each for so many seconds, on the same data and machine.
 
-    python tests/bench_train.py default no-fa3 T4 --seconds 60
-    python tests/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
+    python tests/bench/bench_train.py default no-fa3 T4 --seconds 60
+    python tests/bench/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
 
 A recipe is train.py with constants moved, or the name of a GPU whose numerics and size it takes. A path is any other
 train.py that speaks autoresearch's interface, with its own prepare.py beside it or ours; its TIME_BUDGET is set to the
@@ -19,20 +19,20 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # Python that runs inside the child before the run
 RECIPES = {
     "default": "",
-    "no-fa3": "train.load_fa3 = lambda: None",
+    "no-fa3": "harness.fa3_installed = lambda: False",
     "four-bit": "train.FOUR_BIT = True",
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
 import dataclasses, inspect, textwrap
 shape = dict(depth=8, n_embd=512, window=1024, device_batch_size=128, total_batch_size=2**19, num_experts=0)
 config = dataclasses.replace(train.SIZES[-1][1], **shape)
-train.pick_size = lambda peak_flops: config
+train.pick_size = lambda gpu: config
 train.scale_batch = lambda config, seconds: config
 train.NGRAMS = ()
 sources = {}
@@ -58,7 +58,7 @@ for owner, method, ours, theirs in (
 """,
 }
 CHILD = """
-import sys, time, prepare, train
+import sys, time, harness, prepare, train
 sys.argv[0] = "train.py"
 {recipe}
 evaluate = prepare.evaluate_bpb
@@ -70,7 +70,7 @@ def evaluate_both(model, tokenizer, *args):
         print(f"bos: {{bench_train.bos_aligned_bpb(model, tokenizer):.6f}}")
     print(f"bos_seconds: {{time.perf_counter() - start:.1f}}")
     return val_bpb
-prepare.evaluate_bpb = evaluate_both
+harness.evaluate_bpb = evaluate_both
 harness.run(train.train, train.build_model)
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"
