@@ -161,7 +161,8 @@ def current_dataset() -> Path:
     name = read(DATASET) or read(cache_dir() / "current")
     if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (cache_dir() / name).is_dir():
         return cache_dir() / name
-    raise PrepareError(f"no data prepared in {cache_dir()} as {name!r:.99}: run `python prepare.py` first, with --data")
+    missing = f"{name!r:.99} is not prepared" if name else "no data prepared"
+    raise PrepareError(f"{missing} in {cache_dir()}: run `python prepare.py` first, with its --data")
 
 
 def adopt_dataset(directory: Path) -> None:
@@ -368,7 +369,8 @@ def embedded_parts() -> list[Part]:
     """This Python's standard library: the last 5% validate, the 5% before test."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     count = sum(1 for _ in documents(stdlib))
-    test, val = count - 2 * (count // 20), count - count // 20
+    twentieth = max(1, count // 20)
+    test, val = count - 2 * twentieth, count - twentieth
     return [(stdlib, test, val), (stdlib, val, None), (stdlib, 0, test)]
 
 

@@ -556,7 +556,7 @@ SECTIONS = [
         ("module.training = True", "pass"),
         ("for module in model.modules() if module.training]", "for module in model.modules()]"),
     ]),
-    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again or torch"], [
+    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again or torch or called"], [
         ("read(DATASET) or read(cache_dir()", "read(cache_dir()"),
         ('open(DATASET, "x")', 'open(DATASET, "w")'),
         ("        DATASET.write_text(", "        str("),
@@ -606,7 +606,9 @@ SECTIONS = [
         ("max(1, sum(counts) // 20)", "max(1, sum(counts) // 19)"),
         ("counts[-2] - max(1,", "counts[-1] - max(1,"),
         ("max(0, counts[-2]", "max(1, counts[-2]"),
-        ("test, val = count - 2 * (count // 20), count - count // 20", "test, val = count - 2 * (count // 10), count - count // 20"),
+        ("test, val = count - 2 * twentieth, count - twentieth", "test, val = count - 3 * twentieth, count - twentieth"),
+        ("max(1, count // 20)", "max(1, count // 19)"),
+        ("max(1, count // 20)", "count // 20"),
         ("(stdlib, test, val), (stdlib, val, None)", "(stdlib, test, val), (stdlib, val + 1, None)"),
         ("(path.name == VAL_FILE, path.name == TEST_FILE)", "(path.name == TEST_FILE, path.name == VAL_FILE)"),
         ("{VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}", "{VAL_FILE} <= {path.name for path in parquet}"),
@@ -623,7 +625,6 @@ SECTIONS = [
         ("(errno.EMFILE, errno.ENFILE)", "(errno.ENFILE,)"),
         ("train_shards += name.startswith(\"train\")", "train_shards += 1"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
-        ("arriving[path].result()", "pass"),
         ("for path, *_ in parts[i:]]", "for path, *_ in parts[i : i + 1]]"),
     ]),
     ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
@@ -640,6 +641,9 @@ SECTIONS = [
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n            continue", "                raise PrepareError\n            continue"),
         ("disallowed_special=()", "allowed_special='all'"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n            continue", "                open_shard(path, tokenizer.fingerprint)\n            continue"),
+    ]),
+    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "links"], [
+        ("arriving[path].result()", "pass"),
     ]),
     ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody"], [
         ("            lock(file, math.inf)\n", ""),

@@ -255,6 +255,13 @@ def test_the_embedded_corpus_is_each_module_of_the_standard_library_once(tmp_pat
     in_order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert splits["train"] + splits["test"] + splits["val"] == [modules[name] for name in in_order]
     assert [len(splits[split]) for split in ("train", "test", "val")] == [82, 4, 4]
+    for name in in_order[5:]:
+        (root / name).unlink()
+    splits = splits_of(prepare.prepare("embedded"))
+    assert [len(splits[split]) for split in ("train", "test", "val")] == [82, 4, 4]  # another Python, not another text
+    shutil.rmtree(tmp_path / "cache")
+    splits = splits_of(prepare.prepare("embedded"))
+    assert [len(splits[split]) for split in ("train", "test", "val")] == [3, 1, 1]
 
 
 def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, monkeypatch):
@@ -488,7 +495,9 @@ def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp
     assert prepare.current_dataset() == first and prepare.DATASET.read_text() == first.name
     assert prepare.prepare() == first  # with no GPU
     shutil.rmtree(first)
-    with pytest.raises(PrepareError, match=rf"as '{first.name}': run `python prepare\.py` first, with --data"):
+    with pytest.raises(
+        PrepareError, match=rf"^'{first.name}' is not prepared in .*: run `python prepare\.py` first, with its"
+    ):
         prepare.current_dataset()
     own = prepare.prepare(str(write_texts(tmp_path / "folder", numbered(0, 100))))
     prepare.DATASET.write_text(own.name)  # adopted: the folder's path is not known
