@@ -84,6 +84,13 @@ def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monke
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
     assert ids[0] == ids[2] != ids[1]
+    one, three = (prepare.prepare(str(corpus), n) for n in (1, 3))
+    with open(one / "val_00000.bin", "r+b") as file:  # linked: the other one's, too
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    (three / "val_00000.bin").unlink()
+    assert ids[1] == prepare.dataset_id(prepare.prepare(str(corpus), 3))
+    prepare.TokenStream(Tokenizer.from_directory(three), "val", verify=True)
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     prepare.DATASET.unlink()
     assert ids[1] == prepare.dataset_id()
@@ -284,9 +291,9 @@ def test_epoch_counts_up_when_the_text_repeats(tokenizer):
 
 
 def test_a_loader_left_behind_does_not_keep_the_process(prepared):
-    code = "from prepare import *; loader = make_dataloader(Tokenizer.from_directory(), 2, 16, 'train'); next(loader)"
-    env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=600)
+    folder = str(prepared / (prepared / "current").read_text().strip())
+    code = "from prepare import *; loader = make_dataloader(Tokenizer.from_directory(sys.argv[1]), 2, 16, 'train')"
+    subprocess.run([sys.executable, "-c", f"{code}; next(loader)", folder], cwd=ROOT, check=True, timeout=600)
 
 
 @pytest.mark.gpu

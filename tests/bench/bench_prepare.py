@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
-import prepare
+import prepare  # noqa: E402
 
 PREFIX = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
 
