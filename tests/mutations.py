@@ -673,7 +673,7 @@ SECTIONS = [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The log of a night", "harness.py", ["test_night.py", "-k", "read_as_it_is or another_dataset or replaced or whatever_changes or brackets"], [
+    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes or brackets"], [
         ('" (train.py differs)" * dirty', '""'),
         ('reason.translate(str.maketrans("[]", "()"))', "reason"),
         ('if before and before["dataset"] != dataset:', "if before:"),
@@ -744,6 +744,8 @@ SECTIONS = [
     ]),
     ("The command line", "night/__main__.py", ["test_night.py", "-k", "time_limit or refused"], [
         ("LIMIT * args.per_gpu", "LIMIT"),
+        ("args.seed is not None:", "args.seed:"),
+        ("args.per_gpu < 1 or", "args.per_gpu < 0 or"),
         ("max(0, (args.seconds or 0) - prepare.TIME_BUDGET)", "(args.seconds or 0)"),
         ("args.limit = args.limit or", "args.limit ="),
         ('not in ("wave", "keep")', '!= "wave"'),

@@ -106,15 +106,15 @@ class Night:
                     found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         return found
 
-    def process(self, script: str, *args: str, leads_session: bool | None = None, but: int = 0) -> int:
-        """Waits for one that runs a script with these first arguments; not that of pid `but`."""
+    def process(self, script: str, *args: str, leads_session: bool | None = None) -> int:
+        """Waits for one that runs a script with these first arguments."""
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             for pid, words in self.processes().items():
                 with contextlib.suppress(ProcessLookupError):
                     leads = leads_session in (None, pid == os.getsid(pid))
                     names = [Path(word).name for word in words[1 : len(args) + 2]]
-                    if leads and pid != but and names == [script, *args]:
+                    if leads and names == [script, *args]:
                         return pid
             time.sleep(0.01)
         raise TimeoutError(self.processes())
@@ -138,6 +138,14 @@ class Night:
         self.edit(description, body)
         self.train(**env)
         return self.decide()
+
+    def begin(self, word: str) -> subprocess.Popen:
+        """A run, when it has printed a word."""
+        self.log.unlink(missing_ok=True)
+        loop = self.start(RUN)
+        while not self.log.exists() or word not in self.log.read_text():
+            time.sleep(0.01)
+        return loop
 
     def train(self, **env: str) -> None:
         self.run(RUN, **env)
@@ -197,10 +205,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.experiment("no norm", "raise ValueError('shapes')") == "crash"
     assert night.experiment("a typo", "val_bpb = = 1.1") == "crash"
     night.edit("slower", "time.sleep(60)")
-    night.log.unlink()
-    loop = night.start(RUN)
-    while not night.log.exists() or "training" not in night.log.read_text():
-        time.sleep(0.01)
+    loop = night.begin("training")
     os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGINT)
     loop.wait(600)
     assert "KeyboardInterrupt" in night.log.read_text()
@@ -270,9 +275,7 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard, number, body, reason):
     """train.py logs its row itself if it has the time, and it has not if it ignores SIGTERM."""
     night.edit("idea", f"{body}; {WAITS}")
-    loop = night.start(RUN)
-    while not night.log.exists() or "waits" not in night.log.read_text():
-        time.sleep(0.01)
+    loop = night.begin("waits")
     os.kill(night.process("-m", "night", "run", leads_session=guard), number)
     loop.wait(30)
     assert night.all_gone(20)
@@ -417,18 +420,14 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
         changed("f", False)
 
 
-def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_path):
-    path = tmp_path / "results.tsv"
-    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="c", description="x", path=path)
-    harness.log_result(val_bpb=1.3, **row)
-    with harness.locked(path):
-        writer = threading.Thread(target=lambda: harness.log_result(val_bpb=1.2, **row))
+def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
+    history("a|1.3|keep|A|d")
+    with rows.edit_log():
+        writer = threading.Thread(target=history, args=["b|1.2|keep|A|d"])
         writer.start()
         time.sleep(0.2)
-        with prepare.new_file(path) as file:
-            file.write(path.read_bytes())
     writer.join()
-    assert [row["val_bpb"] for row in harness.read_results(path)] == [1.3, 1.2]
+    assert [row["val_bpb"] for row in harness.read_results()] == [1.3, 1.2]
 
 
 @pytest.mark.parametrize(
@@ -441,7 +440,7 @@ def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_pa
         ("report --limit 7", 7, ""),
     ],
 )
-def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, line, limit, setting):
+def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, line, limit, setting):
     monkeypatch.setitem(COMMANDS, line.split()[0], lambda args: (args.limit, args.setting))
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "argv", ["night", *line.split()])
@@ -450,7 +449,15 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, li
 
 @pytest.mark.parametrize(
     ("line", "error"),
-    [("plot x", "plot takes no x"), ("keep", "keep takes one commit"), ("keep a b", "keep takes one commit")],
+    [
+        ("plot x", "plot takes no x"),
+        ("keep", "keep takes one commit"),
+        ("keep a b", "keep takes one commit"),
+        ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
+        ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
+        ("wave a --seed=0", "--seed is for a run, --seeds for a wave"),
+        ("run --seeds=1", "--seed is for a run, --seeds for a wave"),
+    ],
 )
 def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, error):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
@@ -617,32 +624,25 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     assert [label.get_text() for label in chart.get_legend().get_texts()] == ["1 discard", "2 keep", "1 crash"]
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("cpu", ("cpu", "", False)),
-        ("Tesla T4, 60 s", ("Tesla T4", ", 60 s", False)),
-        ("NVIDIA H200, without FA3 as T4, 38.6 M tokens", ("NVIDIA H200, without FA3", " as T4, 38.6 M tokens", False)),
-        ("NVIDIA H200, without FA3, report", ("NVIDIA H200, without FA3", "", True)),
-        ("cpu, 5e-06 M tokens, report", ("cpu", ", 5e-06 M tokens", True)),
-        ("", ("", "", False)),
-    ],
-)
-def test_the_gpu_column_is_read_as_it_is_written(text, parts):
-    assert Label.parse(text) == parts and str(Label(*parts)) == text
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "parts"),
-    [
-        ("keep", "wider (train.py differs), seed 7, test 1.234567", ("wider (train.py differs)", 7, 1.234567, "")),
-        ("crash", "idea [2], seed 0 [NaN (1) at step 5]", ("idea [2]", 0, None, "NaN (1) at step 5")),
-        ("discard", "idea [2]", ("idea [2]", None, None, "")),
-        ("crash", "", ("", None, None, "")),
-    ],
-)
-def test_a_description_is_read_as_it_is_written(status, text, parts):
-    assert Description.parse(dict(status=status, description=text)) == parts and str(Description(*parts)) == text
+def test_gpu_column_and_description_are_read_as_they_are_written():
+    no_fa3, tiny = "NVIDIA H200, without FA3", ", 5e-06 M tokens"
+    for text, *parts in (
+        ("cpu", "cpu", "", False),
+        ("Tesla T4, 60 s", "Tesla T4", ", 60 s", False),
+        (f"{no_fa3} as T4, 38.6 M tokens", no_fa3, " as T4, 38.6 M tokens", False),
+        (f"{no_fa3}, report", no_fa3, "", True),
+        (f"cpu{tiny}, report", "cpu", tiny, True),
+        ("", "", "", False),
+    ):
+        assert [*Label.parse(text)] == parts and str(Label(*parts)) == text
+    for status, text, *parts in (
+        ("keep", "wide (train.py differs), seed 7, test 1.234567", "wide (train.py differs)", 7, 1.234567, ""),
+        ("crash", "idea [2], seed 0 [NaN (1) at step 5]", "idea [2]", 0, None, "NaN (1) at step 5"),
+        ("discard", "idea [2]", "idea [2]", None, None, ""),
+        ("crash", "", "", None, None, ""),
+    ):
+        row = dict(status=status, description=text)
+        assert [*Description.parse(row)] == parts and str(Description(*parts)) == text
 
 
 def test_a_row_on_another_dataset_than_the_one_before_says_so(tmp_path, capsys):
