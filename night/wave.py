@@ -151,7 +151,7 @@ def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "
                     continue
                 run = pending.pop(stream)
                 row = log_row(run, kind, base, *event)
-                if run.commit == base[0] and row["status"] != "crash":
+                if run.commit == base[0]:
                     ended = set(runs) - {run, *pending.values()}
                     decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
                 bar.update()
@@ -259,10 +259,11 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
         while isinstance(event := next_event(answer), str):  # it has begun
             pass
         _, log, *reason = event
-        if log[-1:] == [dataset]:
+        *_, found = ["nothing", *log, *reason]
+        if found == dataset:
             able.append(node)
         else:
-            print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {[*log, *reason][-1:]}")
+            print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {found}")
     if not able:
         raise PrepareError(f"no node has {dataset}")
     return able
@@ -301,4 +302,4 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             child.terminate()
             child.wait()
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
-        yield Path(folder, "results.tsv").read_text(errors="replace"), tail
+        yield Path(folder, "results.tsv").read_text("utf-8", errors="replace"), tail
