@@ -415,6 +415,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert capsys.readouterr().out.endswith("discard bbbbbbb; the next experiment starts from bbbbbbb\n")
     assert changed("e", False) == {1: b"discard", 2: b"discard", 7: b"keep"}
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
+    assert changed("b", False) == {1: b"discard", 2: b"discard", 3: b"keep", 7: b"keep"}  # the last one
     assert path.stat().st_mode & 0o777 == 0o640
     with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
         changed("f", False)
