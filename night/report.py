@@ -10,6 +10,8 @@ from night.rows import experiments, good, in_history
 from night.wave import Run, start_ray, train_all
 from prepare import PrepareError
 
+STANDS = "What the night found stands."
+NOTHING = "The night found nothing that stands: chance may do as much."
 CAUTION = "The errors are those of seeds; another text would move the gains, too, and that is not in them."
 
 
@@ -25,8 +27,8 @@ def report(args: argparse.Namespace) -> None:
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = [row for row in rows if row["status"] == "keep"]
-    status = [row["status"] for row in rows]
-    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {status.count('crash')} crashed."
+    crashed = sum(row["status"] == "crash" for row in rows)
+    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {crashed} crashed."
     print(title)
     kept = in_history(kept)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
@@ -45,14 +47,12 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
     """What the last kept row gains over the first, as logged and in the rows of a report; and what of that was luck."""
     logged = first["val_bpb"] - last["val_bpb"]
     lines = [
-        f"First kept: {first['commit']}, {first['description']}. Last kept: {last['commit']}, {last['description']}."
-    ]
-    lines += [
+        "First kept: {commit}, {description}.".format(**first) + " Last kept: {commit}, {description}.".format(**last),
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",
+        f"| val, as logged | {first['val_bpb']:.4f} | {last['val_bpb']:.4f} | {logged:.4f} | |",
     ]
-    lines.append(f"| val, as logged | {first['val_bpb']:.4f} | {last['val_bpb']:.4f} | {logged:.4f} | |")
     found = {}
     for split in ("val", "test"):
         before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
@@ -65,21 +65,19 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
         raise PrepareError("fewer than two runs of a revision have ended well: see their rows; --again repeats them")
     gain, error, _ = found["val"]
     luck = min(logged, logged - gain)
-    verdict = [
-        "What the night found stands." if stands else "The night found nothing that stands: chance may do as much."
-    ]
-    verdict.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
-    verdict += [f"The rest, {luck:.4f}, was luck."] if luck > error else []
+    lines += ["", STANDS if stands else NOTHING]
+    lines.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
+    if luck > error:
+        lines.append(f"The rest, {luck:.4f}, was luck.")
     if "test" in found:
-        verdict.append("On text that no experiment has seen it is {:.4f} +- {:.4f}.".format(*found["test"]))
-    verdict.append(CAUTION)
+        lines.append("On text that no experiment has seen it is {:.4f} +- {:.4f}.".format(*found["test"]))
+    lines.append(CAUTION)
     for row in (first, last):
         tokens = statistics.mean(run["tokens_M"] for run in good(rows, row["commit"]))
         if tokens < 0.98 * row["tokens_M"]:
-            verdict.append(
-                f"{row['commit']} saw {tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged: a busy machine?"
-            )
-    return "\n".join([*lines, "", *verdict])
+            seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
+            lines.append(f"{row['commit']} saw {seen}: a busy machine?")
+    return "\n".join(lines)
 
 
 def scores(rows: list[dict], split: str) -> dict[int, float]:

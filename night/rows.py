@@ -5,6 +5,8 @@ import math
 import os
 import statistics
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,12 +62,6 @@ def seed_noise(gpu: str, dataset: str) -> float:
     return math.sqrt(statistics.mean(variances)) if variances else 0.0
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error; NaN for the error of fewer than two."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
-
-
 # ------------------------------------------------------------------------------------------ the commit to go back to
 def git(*args: str) -> bytes:
     return subprocess.check_output(["git", *args], cwd=ROOT)
@@ -94,26 +90,38 @@ def print_reference(args: argparse.Namespace) -> None:
     print(reference(Kind([harness.gpu_name()], args.setting, prepare.dataset_id())))
 
 
+@contextmanager
+def edit_log() -> Iterator[list[str]]:
+    """The lines of results.tsv, to be changed in place; nobody else writes to it meanwhile."""
+    path, keep_bytes = harness.RESULTS.resolve(), dict(encoding="utf-8", errors="surrogateescape")
+    with harness.locked(path) as log:
+        log.seek(0)
+        lines = log.read().decode(**keep_bytes).split("\n")
+        yield lines
+        with prepare.new_file(path) as file:
+            os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
+            file.write("\n".join(lines).encode(**keep_bytes))
+
+
+def with_status(line: str, status: str) -> str:
+    fields = line.split("\t")
+    fields[harness.COLUMNS.index("status")] = status
+    return "\t".join(fields)
+
+
 def keep(args: argparse.Namespace) -> None:
     """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
     commit = git("rev-parse", "--verify", f"{args.revisions[0]}^{{commit}}").decode()[:7]
     kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
-    status, path = "discard" if args.discard else "keep", harness.RESULTS.resolve()
-    with harness.locked(path) as log:
-        log.seek(0)
-        lines = log.read().split(b"\n")
-        rows = [harness.parse_row(line.decode(errors="replace")) for line in lines]
-        found = [i for i, row in enumerate(rows) if row and kind.holds(row) and good([row], commit)]
+    status = "discard" if args.discard else "keep"
+    with edit_log() as lines:
+        rows = enumerate(map(harness.parse_row, lines))
+        found = [i for i, row in rows if row and kind.holds(row) and good([row], commit)]
         if not found:
             where = f"{kind.gpus[0]}{kind.setting}, {kind.dataset}"
-            raise PrepareError(f"{path.name} has no result of {commit} on {where}: train it first")
+            raise PrepareError(f"results.tsv has no result of {commit} on {where}: train it first")
         for i in found if args.discard else found[-1:]:
-            fields = lines[i].split(b"\t")
-            fields[harness.COLUMNS.index("status")] = status.encode()
-            lines[i] = b"\t".join(fields)
-        with prepare.new_file(path) as file:
-            os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
-            file.write(b"\n".join(lines))
+            lines[i] = with_status(lines[i], status)
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not in_history([{"commit": commit}]):
         print(f"{commit} is on another branch: merge it, or it does not count")

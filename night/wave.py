@@ -7,12 +7,12 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 import harness
 import prepare
 from harness import Description, Label
-from night.rows import ROOT, Kind, git, good, mean_and_error, name_of, reference
+from night.rows import ROOT, Kind, edit_log, git, good, name_of, reference, with_status
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
@@ -30,6 +30,12 @@ from prepare import PrepareError
 # as nice as others, not at 15, where a busy machine starves them.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+
+# A process of its own asks for them, so that this one takes no memory of a GPU
+GPU_NAMES = """
+import torch, harness
+for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harness.gpu_name())
+"""
 
 
 class Run(NamedTuple):
@@ -62,45 +68,34 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
 def table(rows: dict[Run, dict], base: str) -> str:
     """A line for each revision and GPU: means over its seeds, standard errors where there are several, and the mean
     difference to the reference with the same seeds on the same GPU."""
-    groups = defaultdict(dict)
+    groups, scores = defaultdict(list), defaultdict(dict)
     for run, row in rows.items():
-        groups[row["gpu"], run.commit][run.seed] = row
+        groups[row["gpu"], run.commit].append(row)
+        if row["status"] != "crash":
+            scores[row["gpu"], run.commit][run.seed] = row["val_bpb"]
     lines = []
-    for (gpu, commit), runs in groups.items():
-        own, other = (scores(groups.get((gpu, each), {})) for each in (commit, base))
+    for (gpu, commit), group in groups.items():
+        own, other = scores[gpu, commit], scores[gpu, base]
         change = with_error("+.6f", [own[seed] - other[seed] for seed in own if seed in other])
-        bpb = with_error(".6f", [*own.values()]) or "0.000000"
-        status = "+".join(sorted({row["status"] for row in runs.values()}))
-        tokens = max(row["tokens_M"] for row in runs.values())
-        *_, row = runs.values()
-        text = row["description"] if len(runs) == 1 else f"{Description.parse(row).subject}, {len(own)} seeds"
-        line = f"{bpb:18}  {'reference' if commit == base else change:19}  {tokens:8.1f}  {status:7}  {commit}"
-        lines.append((gpu, not own, f"{line}  {text}, {gpu}"))
+        change = "reference" if commit == base else change
+        bpb = with_error(".6f", own.values()) or "0.000000"
+        status = "+".join(sorted({row["status"] for row in group}))
+        tokens = max(row["tokens_M"] for row in group)
+        text = group[-1]["description"]
+        if len(group) > 1:
+            text = f"{Description.parse(group[-1]).subject}, {len(own)} seeds"
+        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"
+        lines.append((gpu, not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
     if len({gpu for gpu, _ in groups}) > 1:
         head = f"UNLIKE GPUS: a row compares with those of its own GPU only\n{head}"
     return "\n".join([head, *(line for *_, line in sorted(lines))])
 
 
-def scores(runs: dict[int | None, dict]) -> dict[int | None, float]:
-    """val_bpb by seed, without crashes."""
-    return {seed: row["val_bpb"] for seed, row in runs.items() if row["status"] != "crash"}
-
-
-def with_error(form: str, values: list[float]) -> str:
-    if not values:
-        return ""
-    mean, error = mean_and_error(values)
-    return f"{mean:{form}}" + (f" +-{error:.5f}" if len(values) > 1 else "")
-
-
-def usable_cores() -> int:
-    """The cores that this process may use, by its affinity (taskset, cpusets, Slurm) and its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        cores = min(cores, math.ceil(quota / period))
-    return cores
+def with_error(form: str, values: Collection[float]) -> str:
+    """Their mean and, if there are several, its standard error."""
+    error = f" +-{statistics.stdev(values) / math.sqrt(len(values)):.5f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{error}" if values else ""
 
 
 def start_ray(args: argparse.Namespace) -> Kind:
@@ -119,7 +114,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
     if not args.address:
         args.folder = tempfile.mkdtemp(prefix="night-", dir="/tmp")  # its sockets need a short path
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # after Ray's own end, as it comes before it
-        local = dict(include_dashboard=False, object_store_memory=10**8, num_cpus=usable_cores())
+        local = dict(include_dashboard=False, object_store_memory=10**8, num_cpus=len(os.sched_getaffinity(0)))
         local["_temp_dir"] = args.folder
     try:
         import ray
@@ -127,10 +122,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
         raise PrepareError("this needs Ray: pip install -e '.[night]'") from None
     # Ray cancels a run with SIGINT, which is ignored here, and so in its workers, if a script's `&` started this wave
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ask = (
-        "import torch.cuda as c, harness\nfor i in range(c.device_count()): c.set_device(i); print(harness.gpu_name())"
-    )
-    asked = subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, cwd=ROOT)  # meanwhile
+    asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
     ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **local)
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
@@ -140,8 +132,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
 def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> dict[Run, dict]:
     """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
 
-    base: commit and subject of the reference. Its rows are logged first: they decide what is kept. If interrupted, this
-    ends all runs and this process.
+    base: commit and subject of the reference. If interrupted, this ends all runs and this process.
     """
     import ray
 
@@ -149,7 +140,7 @@ def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "
     runs = list(dict.fromkeys(runs))
     todo = [run for run in runs if run[:2] not in done]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    pending, ended, stopped = submit(todo, args, kind), [], []
+    pending, stopped = submit(todo, args, kind), []
     harness.handle_signals(lambda *_: stopped.append(True))
     with tqdm(total=len(todo), unit="run", disable=None) as bar:
         while pending and not stopped:
@@ -157,13 +148,13 @@ def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "
                 event = next_event(stream)
                 if isinstance(event, str):
                     tqdm.write(f"start    {' '.join(pending[stream][:2])} on {event}")
-                else:
-                    ended.append((pending.pop(stream), event))
-                    bar.update()
-            if stopped or base[0] not in {run.commit for run in pending.values()}:
-                for run, event in sorted(ended, key=lambda pair: pair[0].commit != base[0]):
-                    log_row(run, kind, base, *event)
-                ended.clear()
+                    continue
+                run = pending.pop(stream)
+                row = log_row(run, kind, base, *event)
+                if run.commit == base[0]:
+                    ended = set(runs) - {run, *pending.values()}
+                    decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
+                bar.update()
     if pending:
         print("interrupted: the same command goes on")
         for stream in pending:
@@ -187,8 +178,10 @@ def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
 
     device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
     nodes = [node for node in ray.nodes() if device in node["Resources"]]
+    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+    files = ray.put(files | {".dataset": prepare.current_dataset().name.encode()})
     if args.address:
-        nodes = with_dataset(nodes, kind.dataset)
+        nodes = with_dataset(nodes, kind.dataset, files)
     cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
     task = ray.remote(
         num_returns="streaming",
@@ -197,21 +190,13 @@ def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
         label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
         max_retries=1,  # the run of a lost node goes to another node once
     )(run_in_checkout)
-    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-    files = ray.put(files | dataset_file())
-    totals = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in nodes}
     archives = {commit: ray.put(git("archive", commit)) for commit in {run.commit for run in runs}}
     pending = {}
     for run in runs:
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         record = dict(commit=run.commit, description=run.description, log=True, score_test=kind.report)
-        pending[task.remote(archives[run.commit], files, command, record, totals, args.folder)] = run
+        pending[task.remote(archives[run.commit], files, command, record, args.folder)] = run
     return pending
-
-
-def dataset_file() -> dict[str, bytes]:
-    """The clone's dataset, for a checkout elsewhere."""
-    return {".dataset": prepare.current_dataset().name.encode()}
 
 
 def next_event(stream) -> str | tuple:
@@ -221,45 +206,60 @@ def next_event(stream) -> str | tuple:
     try:
         return ray.get(next(stream))
     except ray.exceptions.RayError as error:
-        return b"", [], type(getattr(error, "cause", error)).__name__
+        return "", [], type(getattr(error, "cause", error)).__name__
 
 
-def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: bytes, tail: list[str], reason: str = "no row") -> None:
-    """Logs the row that a run has left in its checkout, or a crash for that reason; prints it."""
+def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row") -> dict:
+    """Logs the row that a run has left in its checkout, or a crash for that reason; prints and returns it.
+
+    An idea that ends before the reference is a `discard` until `decide`.
+    """
     lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
     lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)
-    *_, row = [lost, *filter(None, map(harness.parse_row, rows.decode(errors="replace").split("\n")))]
+    *_, row = [lost, *filter(None, map(harness.parse_row, rows.split("\n")))]
     _, _, test_bpb, reason = Description.parse(row)
     gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
     same = [row for row in good(kind.rows(), base[0]) if name_of(row) == run_of(*base, run.seed)[:2]]
     scores = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
     to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *scores][-1]
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
-    own |= dict(commit=run.commit, description=run.description, gpu=gpu, to_beat=to_beat)
-    status = harness.log_result(**own, test_bpb=test_bpb, reason=reason)
+    own |= dict(commit=run.commit, description=run.description, gpu=gpu)
+    status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
     line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
     tqdm.write("\n    ".join([line, *tail] if reason else [line]))
+    return own | {"status": status}
 
 
-def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
+def decide(ideas: set[tuple[str, str]], reference: dict, kind: Kind) -> None:
+    """Moves the rows of ideas that ended before the reference behind its row, as `keep` if they are better."""
+    with edit_log() as lines:
+        rows = [harness.parse_row(line) for line in lines]
+        last = {name_of(row): i for i, row in enumerate(rows) if row and kind.holds(row)}
+        moved = {}
+        for i in sorted(last[name] for name in ideas & last.keys()):
+            if rows[i]["gpu"] == reference["gpu"] and rows[i]["status"] != "crash":
+                better = rows[i]["val_bpb"] < reference["val_bpb"]
+                moved[i] = with_status(lines[i], "keep") if better else lines[i]
+        *rest, end = [line for i, line in enumerate(lines) if i not in moved]
+        lines[:] = [*rest, *moved.values(), end]  # the log ends with a line break, so the last line is empty
+
+
+def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     """Those of a cluster's nodes that have the dataset or, if it has a source, have prepared it now."""
     import ray
 
-    folder = prepare.current_dataset()
-    source = folder.name.partition("@")[0]
-    known = source in (*prepare.HUB, "embedded")  # else it is a folder of one's own
-    call = f"prepare.prepare({source!r}, {(folder / 'train_shards').read_text().strip()})" if known else ""
-    command = ["-c", f"import prepare; print(prepare.dataset_id({call}))"]
-    files = {"prepare.py": Path(prepare.__file__).read_bytes()} | dataset_file()
+    folder, shards = prepare.current_dataset(), None
+    if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it is a folder of one's own
+        shards = int((folder / "train_shards").read_text())
+    command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
     task, able = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), []
     tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
     answers = [task.remote(git("archive", "HEAD"), files, command) for task in tasks]
     for node, answer in zip(nodes, answers, strict=True):
-        try:
-            _, (_, log) = map(ray.get, answer)
-            found = log[-1] if log else "nothing"
-        except ray.exceptions.RayError as error:
-            found = type(error).__name__
+        while isinstance(event := next_event(answer), str):  # it has begun
+            pass
+        _, log, *reason = event
+        *_, found = ["nothing", *log, *reason]
         if found == dataset:
             able.append(node)
         else:
@@ -269,24 +269,25 @@ def with_dataset(nodes: list[dict], dataset: str) -> list[dict]:
     return able
 
 
-def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, totals=None, folder=None) -> Iterator:
+def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, folder=None) -> Iterator:
     """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
 
     Yields where it runs, then its rows and the end of its log. files: instead of those in the archive. record: see
-    harness.night_record. totals: Ray's count of cores by node. folder: for the checkout.
+    harness.night_record. folder: for the checkout.
     """
     import ray
 
     context = ray.get_runtime_context()
     env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {})}
-    if totals:
-        assigned, total = context.get_assigned_resources().get("CPU", 1), totals[context.get_node_id()]
-        cores = max(1, int(usable_cores() * assigned / total + 1e-3))  # Ray does not know what this node may use
-        env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
-        if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
+    assigned = context.get_assigned_resources().get("CPU", 1)
+    (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    usable = len(os.sched_getaffinity(0))  # Ray's count may be another, by a quota or by hand
+    cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
+    if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
+        del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
+        if cores < usable:
             env["OMP_NUM_THREADS"] = str(cores)
-            if cores == len(os.sched_getaffinity(0)):
-                del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     with tempfile.TemporaryDirectory(prefix="night-", dir=folder) as folder, open(f"{folder}/run.log", "w") as log:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
@@ -301,4 +302,4 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             child.terminate()
             child.wait()
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
-        yield Path(folder, "results.tsv").read_bytes(), tail
+        yield Path(folder, "results.tsv").read_text("utf-8", errors="replace"), tail

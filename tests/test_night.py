@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from small_corpus import FILES, ROOT, WORDS, copy_files
+from small_corpus import FILES, ROOT, WORDS
 
 import harness
 import prepare
@@ -106,15 +106,15 @@ class Night:
                     found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         return found
 
-    def process(self, script: str, *args: str, leads_session: bool | None = None, but: int = 0) -> int:
-        """Waits for one that runs a script with these first arguments; not that of pid `but`."""
+    def process(self, script: str, *args: str, leads_session: bool | None = None) -> int:
+        """Waits for one that runs a script with these first arguments."""
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             for pid, words in self.processes().items():
                 with contextlib.suppress(ProcessLookupError):
                     leads = leads_session in (None, pid == os.getsid(pid))
                     names = [Path(word).name for word in words[1 : len(args) + 2]]
-                    if leads and pid != but and names == [script, *args]:
+                    if leads and names == [script, *args]:
                         return pid
             time.sleep(0.01)
         raise TimeoutError(self.processes())
@@ -126,16 +126,9 @@ class Night:
             time.sleep(0.05)
         return not left
 
-    def start(self, script: str, **env: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["bash", "-c", script],
-            cwd=self.folder,
-            env=self.env | env,
-            text=True,
-            stdout=-1,
-            stderr=-2,
-            start_new_session=True,
-        )
+    def start(self, script: str, begin=None, **env: str) -> subprocess.Popen:
+        options = dict(cwd=self.folder, env=self.env | env, start_new_session=True, preexec_fn=begin)
+        return subprocess.Popen(["bash", "-c", script], text=True, stdout=-1, stderr=-2, **options)
 
     def run(self, script: str, **env: str) -> str:
         return self.start(script, **env).communicate(timeout=600)[0]
@@ -146,6 +139,14 @@ class Night:
         self.train(**env)
         return self.decide()
 
+    def begin(self, word: str) -> subprocess.Popen:
+        """A run, when it has printed a word."""
+        self.log.unlink(missing_ok=True)
+        loop = self.start(RUN)
+        while not self.log.exists() or word not in self.log.read_text():
+            time.sleep(0.01)
+        return loop
+
     def train(self, **env: str) -> None:
         self.run(RUN, **env)
 
@@ -154,7 +155,9 @@ class Night:
         self.run(command("**1. Change and commit.**").replace("what changed", description))
 
     def decide(self) -> str:
-        status = self.run(command("**3. Read the row**")).split("\t")[3]
+        row, *found = self.run(command("**3. Read the row**")).splitlines()
+        status = row.split("\t")[3]
+        assert status == "crash" or [line.split()[0] for line in found] == ["val_bpb:", "peak_vram_mb:"]
         if status != "keep":
             self.run(command("**4. Keep or go back.**"))
         return status
@@ -189,6 +192,9 @@ def test_a_log_that_cannot_grow_costs_the_log_and_not_the_run(night):
     night.edit("talks a lot", "sys.stderr.write('warning\\n' * 100_000)\n    val_bpb = 1.2")
     night.run("python -m night run 2> /dev/full")
     assert [row["val_bpb"] for row in night.rows()] == [1.2]
+    (night.folder / "results.tsv").write_text("another header\n")
+    assert "refuses this row" in night.run("python -m night run")
+    assert (night.folder / "results.tsv").read_text() == "another header\n"
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
@@ -199,10 +205,7 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     assert night.experiment("no norm", "raise ValueError('shapes')") == "crash"
     assert night.experiment("a typo", "val_bpb = = 1.1") == "crash"
     night.edit("slower", "time.sleep(60)")
-    night.log.unlink()
-    loop = night.start(RUN)
-    while not night.log.exists() or "training" not in night.log.read_text():
-        time.sleep(0.01)
+    loop = night.begin("training")
     os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGINT)
     loop.wait(600)
     assert "KeyboardInterrupt" in night.log.read_text()
@@ -257,28 +260,26 @@ def test_no_process_outlives_its_run(night):
     assert [row["status"] for row in night.rows()] == ["keep"] and not night.processes()
 
 
-@pytest.mark.parametrize(("guard", "reason"), [(False, "KeyboardInterrupt"), (True, "killed")])
-def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard, reason):
-    """train.py logs its row itself if it has the time."""
-    hears = "signal.signal(signal.SIGTERM, interrupted)"
-    night.edit("idea", f"{DAEMON}; {hears}; print('daemon', flush=True); time.sleep(60)")
-    loop = night.start(RUN)
-    while not night.log.exists() or "daemon" not in night.log.read_text():
-        time.sleep(0.01)
-    os.kill(night.process("-m", "night", "run", leads_session=guard), signal.SIGKILL)
-    loop.wait(600)
+WAITS = "print('waits', flush=True); time.sleep(60)"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    ("guard", "number", "body", "reason"),
+    [
+        (False, signal.SIGKILL, f"{DAEMON}; signal.signal(signal.SIGTERM, interrupted)", "KeyboardInterrupt"),
+        (True, signal.SIGKILL, f"{DAEMON}; signal.signal(signal.SIGTERM, interrupted)", "killed"),
+        (False, signal.SIGTERM, DEAF, "killed"),
+    ],
+)
+def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, guard, number, body, reason):
+    """train.py logs its row itself if it has the time, and it has not if it ignores SIGTERM."""
+    night.edit("idea", f"{body}; {WAITS}")
+    loop = night.begin("waits")
+    os.kill(night.process("-m", "night", "run", leads_session=guard), number)
+    loop.wait(30)
     assert night.all_gone(20)
     assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
-
-
-def test_a_run_that_ignores_sigterm_ends_all_the_same(night):
-    night.edit("idea", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
-    loop = night.start(RUN)
-    while not night.log.exists() or "deaf" not in night.log.read_text():
-        time.sleep(0.01)
-    os.kill(night.process("-m", "night", "run", leads_session=False), signal.SIGTERM)
-    loop.wait(30)
-    assert [row["description"] for row in night.rows()] == ["idea [killed]"] and not night.processes()
 
 
 def test_exit_status_options_and_output_are_those_of_train_py(night):
@@ -294,13 +295,6 @@ def test_a_budget_set_by_hand_leaves_no_crash_row(night):
     assert night.rows() == []
 
 
-def test_a_run_whose_row_the_file_refuses_leaves_it_in_its_log(night):
-    (night.folder / "results.tsv").write_text("another header\n")
-    night.train()
-    assert (night.folder / "results.tsv").read_text() == "another header\n"
-    assert "refuses this row" in night.log.read_text()
-
-
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
     night.train()
     before = night.rows()
@@ -311,22 +305,24 @@ def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
     assert night.run("git log --all --format= --name-only -- results.tsv | sort -u") == "results.tsv\n"  # of `start`
 
 
-def test_a_commit_during_a_run_is_not_the_one_in_its_row(night):
-    night.experiment("idea A", "os.system('git commit -q --allow-empty -m later')\n    val_bpb = 1.2")
-    assert [row["description"] for row in night.rows()] == ["idea A"]
-
-
-def test_a_log_that_is_put_aside_during_a_run_gets_no_second_row(night):
+def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path):
+    """The commit, the log and the dataset change; or train.py was not committed."""
+    cache = Path(shutil.copytree(night.env["AUTORESEARCH_CACHE"], tmp_path / "cache"))
+    night.env["AUTORESEARCH_CACHE"] = str(cache)
+    own = (cache / "current").read_text().strip()
+    shutil.copytree(cache / own, cache / "other")
+    (night.folder / ".dataset").unlink(missing_ok=True)
+    night.experiment("a", f"open({str(cache / 'current')!r}, 'w').write('other\\n')\n    os._exit(3)")
+    (cache / "current").write_text(own)
+    night.experiment("b", "os.system('git commit -q --allow-empty -m later')\n    val_bpb = 1.2")
+    night.edit("c", "val_bpb = 1.1")
+    (night.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.1 + 0.01"), "utf-8")
     night.train()
-    night.experiment("idea A", "os.rename('results.tsv', 'results.tsv.old')\n    val_bpb = 1.2")
-    assert [(row["description"], row["status"]) for row in night.rows()] == [("idea A", "keep")]
-
-
-def test_a_row_says_if_its_commit_does_not_hold_its_train_py(night):
-    night.train()
-    (night.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
-    night.train()
-    assert [row["description"] for row in night.rows()] == ["baseline", "baseline (train.py differs)"]
+    expected = ["a [exit status 3]", "b", "c (train.py differs)"]
+    assert [row["description"] for row in night.rows()] == expected
+    assert {row["dataset"].partition("-")[0] for row in night.rows()} == {own.partition("@")[0]}
+    night.experiment("d", "os.rename('results.tsv', 'results.tsv.old')\n    val_bpb = 1.2")
+    assert [(row["description"], row["status"]) for row in night.rows()] == [("d", "keep")]
 
 
 def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monkeypatch):
@@ -335,15 +331,6 @@ def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monk
     harness.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
     (row,) = harness.read_results()
     assert name_of(row) == ("abc", "idea [2]") and row["description"].endswith("[norms (nan, 1.0) at step 5]")
-
-
-def test_a_dataset_that_becomes_current_during_a_run_is_not_the_one_in_its_row(night, tmp_path):
-    cache = shutil.copytree(night.env["AUTORESEARCH_CACHE"], tmp_path / "cache")
-    night.env["AUTORESEARCH_CACHE"] = str(cache)
-    own = (cache / "current").read_text().strip()
-    shutil.copytree(cache / own, cache / "other")
-    night.experiment("idea", f"open({str(cache / 'current')!r}, 'w').write('other\\n')\n    os._exit(3)")
-    assert [row["dataset"].partition("-")[0] for row in night.rows()] == [own.partition("@")[0]]
 
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
@@ -428,23 +415,20 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert capsys.readouterr().out.endswith("discard bbbbbbb; the next experiment starts from bbbbbbb\n")
     assert changed("e", False) == {1: b"discard", 2: b"discard", 7: b"keep"}
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
+    assert changed("b", False) == {1: b"discard", 2: b"discard", 3: b"keep", 7: b"keep"}  # the last one
     assert path.stat().st_mode & 0o777 == 0o640
     with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
         changed("f", False)
 
 
-def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_path):
-    path = tmp_path / "results.tsv"
-    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="c", description="x", path=path)
-    harness.log_result(val_bpb=1.3, **row)
-    with harness.locked(path):
-        writer = threading.Thread(target=lambda: harness.log_result(val_bpb=1.2, **row))
+def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
+    history("a|1.3|keep|A|d")
+    with rows.edit_log():
+        writer = threading.Thread(target=history, args=["b|1.2|keep|A|d"])
         writer.start()
         time.sleep(0.2)
-        with prepare.new_file(path) as file:
-            file.write(path.read_bytes())
     writer.join()
-    assert [row["val_bpb"] for row in harness.read_results(path)] == [1.3, 1.2]
+    assert [row["val_bpb"] for row in harness.read_results()] == [1.3, 1.2]
 
 
 @pytest.mark.parametrize(
@@ -457,7 +441,7 @@ def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(tmp_pa
         ("report --limit 7", 7, ""),
     ],
 )
-def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, line, limit, setting):
+def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, line, limit, setting):
     monkeypatch.setitem(COMMANDS, line.split()[0], lambda args: (args.limit, args.setting))
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "argv", ["night", *line.split()])
@@ -466,7 +450,15 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, capsys, li
 
 @pytest.mark.parametrize(
     ("line", "error"),
-    [("plot x", "plot takes no x"), ("keep", "keep takes one commit"), ("keep a b", "keep takes one commit")],
+    [
+        ("plot x", "plot takes no x"),
+        ("keep", "keep takes one commit"),
+        ("keep a b", "keep takes one commit"),
+        ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
+        ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
+        ("wave a --seed=0", "--seed is for a run, --seeds for a wave"),
+        ("run --seeds=1", "--seed is for a run, --seeds for a wave"),
+    ],
 )
 def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, error):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
@@ -474,13 +466,6 @@ def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, err
     with pytest.raises(SystemExit):
         main()
     assert error in capsys.readouterr().err
-
-
-def test_four_runs_at_once_in_one_clone_lose_no_row(night):
-    loops = [night.start(RUN.replace("run.log", f"run.log.{i}")) for i in range(4)]
-    for loop in loops:
-        loop.wait(600)
-    assert sorted(row["status"] for row in night.rows()) == ["discard"] * 3 + ["keep"]
 
 
 @pytest.mark.parametrize(
@@ -530,19 +515,6 @@ def test_noise_rows_are_named_by_their_seed(night):
     for seed in "12":
         night.run(command("## Noise").replace("--seed 1", f"--seed {seed}") + "wait")
     assert [row["description"] for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
-
-
-def test_summary_of_a_real_run_is_read_by_autoresearchs_grep(prepared, tmp_path):
-    copy_files(tmp_path)
-    train = [sys.executable, "train.py", "--seconds", "1", "--gpu", "cpu"]
-    with open(tmp_path / "run.log", "w") as log:
-        env = os.environ | {"AUTORESEARCH_CACHE": str(prepared)}
-        subprocess.run(train, cwd=tmp_path, env=env, stdout=log, stderr=log, check=True, timeout=600)
-    grep = command("**3. Read the row**").splitlines()[1]
-    lines = subprocess.run(["bash", "-c", grep], cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["val_bpb:", "peak_vram_mb:"]
-    assert 0 < float(lines[0].split()[1]) < 20
-    assert not (tmp_path / "results.tsv").exists()  # a short run is never logged
 
 
 def test_options_in_the_documents_exist():
@@ -653,32 +625,25 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     assert [label.get_text() for label in chart.get_legend().get_texts()] == ["1 discard", "2 keep", "1 crash"]
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("cpu", ("cpu", "", False)),
-        ("Tesla T4, 60 s", ("Tesla T4", ", 60 s", False)),
-        ("NVIDIA H200, without FA3 as T4, 38.6 M tokens", ("NVIDIA H200, without FA3", " as T4, 38.6 M tokens", False)),
-        ("NVIDIA H200, without FA3, report", ("NVIDIA H200, without FA3", "", True)),
-        ("cpu, 5e-06 M tokens, report", ("cpu", ", 5e-06 M tokens", True)),
-        ("", ("", "", False)),
-    ],
-)
-def test_the_gpu_column_is_read_as_it_is_written(text, parts):
-    assert Label.parse(text) == parts and str(Label(*parts)) == text
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "parts"),
-    [
-        ("keep", "wider (train.py differs), seed 7, test 1.234567", ("wider (train.py differs)", 7, 1.234567, "")),
-        ("crash", "idea [2], seed 0 [NaN (1) at step 5]", ("idea [2]", 0, None, "NaN (1) at step 5")),
-        ("discard", "idea [2]", ("idea [2]", None, None, "")),
-        ("crash", "", ("", None, None, "")),
-    ],
-)
-def test_a_description_is_read_as_it_is_written(status, text, parts):
-    assert Description.parse(dict(status=status, description=text)) == parts and str(Description(*parts)) == text
+def test_gpu_column_and_description_are_read_as_they_are_written():
+    no_fa3, tiny = "NVIDIA H200, without FA3", ", 5e-06 M tokens"
+    for text, *parts in (
+        ("cpu", "cpu", "", False),
+        ("Tesla T4, 60 s", "Tesla T4", ", 60 s", False),
+        (f"{no_fa3} as T4, 38.6 M tokens", no_fa3, " as T4, 38.6 M tokens", False),
+        (f"{no_fa3}, report", no_fa3, "", True),
+        (f"cpu{tiny}, report", "cpu", tiny, True),
+        ("", "", "", False),
+    ):
+        assert [*Label.parse(text)] == parts and str(Label(*parts)) == text
+    for status, text, *parts in (
+        ("keep", "wide (train.py differs), seed 7, test 1.234567", "wide (train.py differs)", 7, 1.234567, ""),
+        ("crash", "idea [2], seed 0 [NaN (1) at step 5]", "idea [2]", 0, None, "NaN (1) at step 5"),
+        ("discard", "idea [2]", "idea [2]", None, None, ""),
+        ("crash", "", "", None, None, ""),
+    ):
+        row = dict(status=status, description=text)
+        assert [*Description.parse(row)] == parts and str(Description(*parts)) == text
 
 
 def test_a_row_on_another_dataset_than_the_one_before_says_so(tmp_path, capsys):

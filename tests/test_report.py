@@ -81,15 +81,8 @@ class Clone(Night):
         return (self.cache / "current").read_text().strip()
 
     def report(self, *args: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["python", "-m", "night", "report", "--per-gpu=2", "--tokens=1500000", *args],
-            cwd=self.folder,
-            env=self.env | {"CUDA_VISIBLE_DEVICES": ""},
-            text=True,
-            stdout=-1,
-            stderr=-2,
-            start_new_session=True,
-        )
+        command = ["exec python -m night report --per-gpu=2 --tokens=1500000", *args]
+        return self.start(" ".join(command), CUDA_VISIBLE_DEVICES="")
 
     def finish(self, report: subprocess.Popen, code: int = 0) -> str:
         output = report.communicate(timeout=600)[0]
