@@ -384,7 +384,6 @@ SECTIONS = [
         ("else t).contiguous() for", "else t) for"),
         ("t.half() if t.dtype == torch.float32 else t", "t"),
         ("save_file(state, part, {", "save_file(state, WEIGHTS, {"),
-        ("        part.unlink(missing_ok=True)\n", "        pass\n"),
         ("if args.save:", "if True:"),
         ("model.eval().load_state_dict", "model.load_state_dict"),
         ('torch.compiler.set_stance("force_eager")', "torch.no_grad()"),
