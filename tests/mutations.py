@@ -384,7 +384,6 @@ SECTIONS = [
         ("else t).contiguous() for", "else t) for"),
         ("t.half() if t.dtype == torch.float32 else t", "t"),
         ("save_file(state, part, {", "save_file(state, WEIGHTS, {"),
-        ("        part.unlink(missing_ok=True)\n", "        pass\n"),
         ("if args.save:", "if True:"),
         ("model.eval().load_state_dict", "model.load_state_dict"),
         ('torch.compiler.set_stance("force_eager")', "torch.no_grad()"),
@@ -398,7 +397,7 @@ SECTIONS = [
         ('(f"    {line}" for line in textwrap', '(f"{line}" for line in textwrap'),
         ('f"train.py: no sample: {crash_reason(error)}", file=sys.stderr', 'f"train.py: no sample: {crash_reason(error)}"'),
     ]),
-    ("The summary", "harness.py", ["test_run.py", "-k", "zero or before_the_first or begins_with or far_fewer or split or not_logged or screening or never"], [
+    ("The summary", "harness.py", ["test_run.py", "-k", "zero or name_the_commit or before_the_first or begins_with or far_fewer or split or not_logged or screening or never"], [
         ("TIME_BUDGET if args.seconds is None else args.seconds", "TIME_BUDGET"),
         ("None if clock.limit else clock.seconds, clock.limit, args.gpu", "clock.seconds, None, args.gpu"),
         ('score(model, tokenizer, "val")', 'score(model, tokenizer, "test")'),
