@@ -229,6 +229,17 @@ def test_a_z_loss_counts_ignored_rows_and_is_exact_at_any_size(dtype, reduction,
             assert error(results[1], exact[1]) < 4 * UNIT[dtype] + 5e-6
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_log_sum_exp_that_nobody_uses_leaves_the_loss_its_gradients(dtype, device):
+    def loss_alone(*args, **options):
+        return fused_linear_cross_entropy(*args, return_lse=True, **options)[0]
+
+    x, weight, targets = example(97, 32, 50, dtype, device)
+    results, exact = gradients(loss_alone, x, weight, targets), in_float64(x, weight, targets)
+    for result, reference in zip(results, exact, strict=True):
+        assert error(result, reference) < 4 * UNIT[dtype] + 5e-6
+
+
 @pytest.mark.parametrize("function", ALL)
 def test_no_logits_are_saved_beyond_one_gradient_of_given_logits(function, device):
     x, weight, targets = example(60, 16, 30, torch.float32, device)
