@@ -357,12 +357,10 @@ SECTIONS = [
         ("vocab_size=tokenizer.get_vocab_size())", "vocab_size=VOCAB_SIZE)"),
     ]),
     ("The wiring of a run", "harness.py", WIRING, [
-        ("        model.config = dataclasses.replace(config, device_batch_size=smaller)\n", "        config = dataclasses.replace(config, device_batch_size=smaller)\n        return\n"),
+        ("            model.config = dataclasses.replace(config, device_batch_size=smaller)\n", "            return\n"),
         ("train(clock, tokenizer, device, args.seed, gpu)", "train(clock, tokenizer, device, 42, gpu)"),
         ("evaluate_bpb(model, tokenizer, model.config.device_batch_size", "evaluate_bpb(model, tokenizer, 4 * model.config.device_batch_size"),
         ("bpb = evaluate_bpb(", "[p.data.mul_(8).round_().div_(8) for p in model.parameters()]; bpb = evaluate_bpb("),
-        ("(loss - self.mean) * max(0.1, 1 / self.count)", "(loss - self.mean) * 0.1"),
-        ("(loss - self.mean) * max(0.1, 1 / self.count)", "(loss - self.mean) / self.count"),
     ]),
     ("The FLOPs", "train.py", ["test_train.py", "-k", "flops"], [
         ("+ (H - layer.full_heads) * layer.window", ""),
@@ -518,6 +516,8 @@ SECTIONS = [
         (".sum(dtype=torch.float64)", ".mean(dtype=torch.float64) * batch_size * seq_len // 1"),
     ]),
     ("The clock", "harness.py", CLOCK, [
+        ("(loss - self.mean) * max(0.1, 1 / self.count)", "(loss - self.mean) * 0.1"),
+        ("(loss - self.mean) * max(0.1, 1 / self.count)", "(loss - self.mean) / self.count"),
         ("self.tokens += tokens", "self.tokens = tokens"),
         ("self.tokens / self.limit if self.limit else", "self.tokens / self.limit if self.limit is None else"),
         ("return min(1.0, self.tokens", "return (self.tokens"),
