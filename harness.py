@@ -291,7 +291,7 @@ def log_result(
     reason = reason.translate(str.maketrans("[]", "()"))
     if reason:
         val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
-    text = str(Description(description, None, test_bpb, reason))
+    text = str(Description(description or "", None, test_bpb, reason))
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> tuple[str, str]:
