@@ -1,15 +1,8 @@
 """
-Many experiments: one run under supervision, waves of runs on every GPU of a machine or a Ray cluster, and the morning
-after: a report and a picture.
+Many experiments: one run under supervision, waves of runs on every GPU of a machine or a Ray cluster, what they have
+shown so far, and the morning after. `python -m night COMMAND --help` has the options.
 
-    python -m night run [--seed N] [--gpu ...]   # one experiment here; it leaves a row, however it ends
-    python -m night reference                    # the commit that the next experiment starts from
-    python -m night keep COMMIT [--discard]      # overrules the status of a commit's last row
-    python -m night wave REV ... [--seeds 1,2]   # each git revision's train.py on a GPU of its own, all at once
-    python -m night report                       # how much of the night's gain was luck?
-    python -m night plot                         # draws results.tsv as progress.png
-
-`wave` and `report` need the extra [night] (pip install -e '.[night]'), `plot` needs [plot], the others need none.
+`wave`, `report`, `watch` and `page` need the extra [night] (pip install -e '.[night]'), `plot` needs [plot].
 """
 
 import argparse
@@ -19,49 +12,79 @@ import sys
 
 import harness
 import prepare
+from night.clean import clean
+from night.live import watch
+from night.page import page
 from night.plot import plot
 from night.report import report
 from night.rows import keep, print_reference
 from night.run import LIMIT, run
+from night.show import show
 from night.wave import wave
 from prepare import PrepareError
 
-COMMANDS = {"run": run, "reference": print_reference, "keep": keep, "wave": wave, "report": report, "plot": plot}
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(per_gpu=1)
+
+    budget = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    one = budget.add_mutually_exclusive_group()
+    one.add_argument("--seconds", type=float, help="of training, instead of five minutes")
+    one.add_argument("--tokens", type=int, help="to train on, instead of five minutes")
+    budget.add_argument("--gpu", metavar="NAME", help="take another GPU's numerics and size")
+    limit = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    limit.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
+    many = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[budget, limit])
+    many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; needs --tokens")
+    many.add_argument("--again", action="store_true", help="repeat runs that have a row already")
+    cluster = dict(default=os.environ.get("RAY_ADDRESS"), help="of Ray ($RAY_ADDRESS, else this machine alone)")
+    many.add_argument("--address", **cluster)
+
+    def command(function, *parents, help: str) -> argparse.ArgumentParser:
+        name = function.__name__.replace("print_", "")
+        own = commands.add_parser(name, parents=parents, help=help, description=help, allow_abbrev=False)
+        own.set_defaults(function=function)
+        return own
+
+    one = command(run, budget, limit, help="one experiment here; it leaves a row, however it ends")
+    one.add_argument("--seed", type=int)
+    command(print_reference, budget, help="print the commit that the next experiment starts from")
+    one = command(keep, budget, help="overrule the status of a commit's last row")
+    one.add_argument("revision", metavar="COMMIT")
+    one.add_argument("--discard", action="store_true", help="instead of keep, in all its rows")
+    one = command(wave, many, help="train each git revision's train.py on a GPU of its own, all at once")
+    one.add_argument("revisions", nargs="*", default=["HEAD"], metavar="REV")
+    numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N,...")
+    one.add_argument("--seeds", **numbers, help="train each revision once with each of these seeds")
+    one = command(report, many, help="how much of the night's gain was luck?")
+    one.add_argument("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
+    one = command(show, budget, help="what has been tried so far, or all about one commit's runs")
+    one.add_argument("revision", nargs="?", metavar="COMMIT")
+    one.add_argument("--md", action="store_true", help="Markdown on a terminal, too")
+    one = command(plot, help="draw results.tsv as progress.png, or the curves of some commits' runs as curves.png")
+    one.add_argument("revisions", nargs="*", metavar="COMMIT")
+    command(page, help="write the whole night as night.html, a page without server and network")
+    command(watch, help="show the runs at work in this clone until there is none")
+    one = command(clean, help="list what is left of discarded and killed runs")
+    one.add_argument("--yes", action="store_true", help="delete it")
+
+    args = parser.parse_args(words)
+    if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
+        parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
+    if "seconds" in args:
+        args.setting = harness.budget_name(args.seconds, args.tokens, args.gpu)
+    if "limit" in args:
+        args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
+    return args
 
 
 def main() -> int | None:
     sys.stdout.reconfigure(line_buffering=True)  # a log shows the rows as they come
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument(
-        "revisions", nargs="*", metavar="REV", help="git revisions: of a wave (HEAD), or the one to keep"
-    )
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=float, help="of training, instead of five minutes")
-    budget.add_argument("--tokens", type=int, help="to train on, instead of five minutes")
-    parser.add_argument("--gpu", metavar="NAME", help="take another GPU's numerics and size")
-    parser.add_argument("--seed", type=int, help="seed of a run")
-    numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N")
-    parser.add_argument("--seeds", **numbers, help="of a wave, such as 1,2,3; of a report, how many (3)")
-    parser.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; needs --tokens")
-    parser.add_argument("--again", action="store_true", help="repeat runs that have a row already")
-    parser.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
-    cluster = dict(default=os.environ.get("RAY_ADDRESS"), help="of Ray ($RAY_ADDRESS, else this machine alone)")
-    parser.add_argument("--address", **cluster)
-    parser.add_argument("--discard", action="store_true", help="instead of keep")
-    args = parser.parse_intermixed_args()
-    if args.revisions and args.command not in ("wave", "keep"):
-        parser.error(f"{args.command} takes no {args.revisions[0]}")
-    if args.command == "keep" and len(args.revisions) != 1:
-        parser.error("keep takes one commit")
-    if args.seeds if args.command == "run" else args.seed is not None:
-        parser.error("--seed is for a run, --seeds for a wave or a report")
-    if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
-        parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
-    args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
-    args.setting = harness.budget_name(args.seconds, args.tokens, args.gpu)
-    return COMMANDS[args.command](args)
+    args = parse()
+    return args.function(args)
 
 
 if __name__ == "__main__":

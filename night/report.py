@@ -17,7 +17,7 @@ CAUTION = "The errors are those of seeds; another text would move the gains, too
 
 def report(args: argparse.Namespace) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
-    seeds = range(101, 101 + (args.seeds or [3])[0])  # that no experiment has used
+    seeds = range(101, 101 + args.seeds)  # that no experiment has used
     if len(seeds) < 2:
         raise PrepareError("--seeds takes 2 or more: one run has no standard error")
     kind = start_ray(args)

@@ -53,13 +53,20 @@ def good(rows: list[dict], commit: str) -> list[dict]:
     return [row for row in rows if row["commit"] == commit and row["status"] != "crash"]
 
 
-def seed_noise(gpu: str, dataset: str) -> float:
-    """Standard deviation of val_bpb from seed to seed, by the runs of a report; 0 without a report."""
+def seed_noise(gpu: str, dataset: str) -> tuple[float, int]:
+    """Standard deviation of val_bpb from seed to seed, and its degrees of freedom; 0.0, 0 if nothing was repeated.
+
+    Pooled over all commits with several runs on that gpu and dataset, those of reports included.
+    """
     name, setting, _ = Label.parse(gpu)
-    rows = Kind([name], setting, dataset, report=True).rows()
-    groups = [[row["val_bpb"] for row in good(rows, commit)] for commit in {row["commit"] for row in rows}]
-    variances = [statistics.variance(group) for group in groups if len(group) > 1]
-    return math.sqrt(statistics.mean(variances)) if variances else 0.0
+    kinds = [Kind([name], setting, dataset, report) for report in (False, True)]
+    squares = freedom = 0
+    for rows in (kind.rows() for kind in kinds):
+        for commit in {row["commit"] for row in rows}:
+            scores = [row["val_bpb"] for row in good(rows, commit)]
+            freedom += max(0, len(scores) - 1)
+            squares += statistics.variance(scores) * (len(scores) - 1) if len(scores) > 1 else 0
+    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
 
 
 # ------------------------------------------------------------------------------------------ the commit to go back to
@@ -111,7 +118,7 @@ def with_status(line: str, status: str) -> str:
 
 def keep(args: argparse.Namespace) -> None:
     """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
-    commit = git("rev-parse", "--verify", f"{args.revisions[0]}^{{commit}}").decode()[:7]
+    commit = git("rev-parse", "--verify", f"{args.revision}^{{commit}}").decode()[:7]
     kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
     status = "discard" if args.discard else "keep"
     with edit_log() as lines:

@@ -10,17 +10,18 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
 import harness
 import prepare
 from harness import Description
+from night.records import folder_name, new_folder
 from night.rows import ROOT
 
 LIMIT = 600  # seconds for a run, start and evaluation included
 PATIENCE = 10  # seconds for a run to end by itself after a signal
+LOG_BYTES, LOG_END = 2**20, 2**15  # of a longer log the record has its first megabyte and its last 32 kB
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 prctl = ctypes.CDLL(None).prctl
 
@@ -36,6 +37,8 @@ class Row:
         if "commit" not in record:
             commit, subject = harness.git_head()
             record |= dict(commit=commit, description=str(Description(subject, args.seed)))
+        with suppress(OSError):  # a full disk: the run goes on without a record
+            record["folder"] = str(new_folder(folder_name(record["commit"], args.seed, args.setting)))
         self.record, self.copy = record, os.memfd_create("row")
 
     def hand_over(self) -> None:
@@ -79,9 +82,10 @@ def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     row.hand_over()
-    stderr, reasons = deque(maxlen=100), []  # last lines of train.py; why it was ended, if it was
+    end, reasons = b"", []  # of what train.py has printed; why it was ended, if it was
     command = [sys.executable, "train.py", *train_options(args, args.seed)]
-    options = dict(cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True)
+    options |= dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     train = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
     def stop(number: int, _=None) -> None:
@@ -91,24 +95,30 @@ def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
         train.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
-    def read_stderr() -> None:
-        for line in train.stderr:
-            stderr.append(line.decode(errors="replace"))
+    def read_output() -> None:
+        nonlocal end
+        log, size = os.path.join(row.record.get("folder", "/dev"), "log.txt"), 0
+        while text := train.stdout.read1():
+            end, size = (end + text)[-LOG_END:], size + len(text)
             with suppress(OSError):  # a full disk: go on reading, or train.py would wait for this pipe
-                os.write(2, line)
+                os.write(1, text)
+            with suppress(OSError), open(log, "ab") as file:
+                file.write(text if size <= LOG_BYTES else b"")
+        with suppress(OSError), open(log, "ab") as file:
+            file.write(b"\n[...]\n" + end if size > LOG_BYTES else b"")
 
     harness.handle_signals(stop)
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, args.limit)
     if os.getppid() != front:
         stop(signal.SIGTERM)
-    reader = threading.Thread(target=read_stderr)
+    reader = threading.Thread(target=read_output)
     reader.start()
     code = train.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_children()
     reader.join()
-    row.make_up([*reasons, why(code, "".join(stderr))][0])
+    row.make_up([*reasons, why(code, end.decode(errors="replace"))][0])
     return code if code >= 0 else 128 - code
 
 
@@ -120,10 +130,10 @@ def end_children() -> None:
             os.waitpid(pid, 0)
 
 
-def why(code: int, stderr: str) -> str:
+def why(code: int, output: str) -> str:
     """The reason of an end that train.py could not log: `NameError line 31` while it was imported, say."""
-    lines = re.findall(r'^ *File ".*train\.py", line (\d+)', stderr, re.M)
-    errors = re.findall(r"^(?:\w+\.)*(\w*Error)\b", stderr, re.M)
+    lines = re.findall(r'^ *File ".*train\.py", line (\d+)', output, re.M)
+    errors = re.findall(r"^(?:\w+\.)*(\w*Error)\b", output, re.M)
     if code == 1 and lines and errors:
         return f"{errors[-1]} line {lines[-1]}"
     return {0: "no row", -signal.SIGKILL: "killed"}.get(code, f"exit status {code}")

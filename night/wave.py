@@ -13,14 +13,16 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-
-from tqdm import tqdm
 
 import harness
 import prepare
 from harness import Description, Label
+from night.clean import scratch_folder
+from night.live import Board
+from night.records import folder_name, new_folder
 from night.rows import ROOT, Kind, edit_log, git, good, name_of, reference, with_status
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
@@ -30,6 +32,8 @@ from prepare import PrepareError
 # as nice as others, not at 15, where a busy machine starves them.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+
+NEWS = 3  # seconds between two looks at the record of a run
 
 # A process of its own asks for them, so that this one takes no memory of a GPU
 GPU_NAMES = """
@@ -112,7 +116,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
     os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
     args.folder, local = None, {}
     if not args.address:
-        args.folder = tempfile.mkdtemp(prefix="night-", dir="/tmp")  # its sockets need a short path
+        args.folder = scratch_folder()
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # after Ray's own end, as it comes before it
         local = dict(include_dashboard=False, object_store_memory=10**8, num_cpus=len(os.sched_getaffinity(0)))
         local["_temp_dir"] = args.folder
@@ -140,21 +144,28 @@ def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "
     runs = list(dict.fromkeys(runs))
     todo = [run for run in runs if run[:2] not in done]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    pending, stopped = submit(todo, args, kind), []
+    pending, stopped, records = submit(todo, args, kind), [], {}
     harness.handle_signals(lambda *_: stopped.append(True))
-    with tqdm(total=len(todo), unit="run", disable=None) as bar:
+    with Board(len(todo)) as board:
         while pending and not stopped:
             for stream in ray.wait(list(pending), timeout=0.5)[0]:
-                event = next_event(stream)
+                event, run = next_event(stream), pending[stream]
                 if isinstance(event, str):
-                    tqdm.write(f"start    {' '.join(pending[stream][:2])} on {event}")
-                    continue
-                run = pending.pop(stream)
-                row = log_row(run, kind, base, *event)
-                if run.commit == base[0]:
-                    ended = set(runs) - {run, *pending.values()}
-                    decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
-                bar.update()
+                    board.print(f"start    {' '.join(run[:2])} on {event}")
+                    records[run] = new_folder(folder_name(run.commit, run.seed, args.setting))
+                elif isinstance(event, dict):
+                    for name, news in event.items():
+                        with suppress(OSError), open(records[run] / name, "ab") as file:  # a full disk costs the record
+                            file.write(news)
+                else:
+                    del pending[stream]
+                    records.pop(run, None)
+                    row, text = log_row(run, kind, base, *event)
+                    board.print(text)
+                    if run.commit == base[0]:
+                        ended = set(runs) - {run, *pending.values()}
+                        decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
+            board.update(list(records.values()), len(pending))
     if pending:
         print("interrupted: the same command goes on")
         for stream in pending:
@@ -199,8 +210,8 @@ def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
     return pending
 
 
-def next_event(stream) -> str | tuple:
-    """Where a run has started; or its rows, the end of its log and, if Ray has lost it, why."""
+def next_event(stream) -> str | dict | tuple:
+    """What run_in_checkout yields. If Ray has lost the run, a tuple with the reason at its end."""
     import ray
 
     try:
@@ -209,8 +220,10 @@ def next_event(stream) -> str | tuple:
         return "", [], type(getattr(error, "cause", error)).__name__
 
 
-def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row") -> dict:
-    """Logs the row that a run has left in its checkout, or a crash for that reason; prints and returns it.
+def log_row(
+    run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row"
+) -> tuple[dict, str]:
+    """Logs the row that a run has left in its checkout, or a crash for that reason; returns it, and a text about it.
 
     An idea that ends before the reference is a `discard` until `decide`.
     """
@@ -226,8 +239,7 @@ def log_row(run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[s
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
     line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
-    tqdm.write("\n    ".join([line, *tail] if reason else [line]))
-    return own | {"status": status}
+    return own | {"status": status}, "\n    ".join([line, *tail] if reason else [line])
 
 
 def decide(ideas: set[tuple[str, str]], reference: dict, kind: Kind) -> None:
@@ -256,7 +268,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
     answers = [task.remote(git("archive", "HEAD"), files, command) for task in tasks]
     for node, answer in zip(nodes, answers, strict=True):
-        while isinstance(event := next_event(answer), str):  # it has begun
+        while not isinstance(event := next_event(answer), tuple):  # it has begun
             pass
         _, log, *reason = event
         *_, found = ["nothing", *log, *reason]
@@ -272,8 +284,9 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
 def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, folder=None) -> Iterator:
     """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
 
-    Yields where it runs, then its rows and the end of its log. files: instead of those in the archive. record: see
-    harness.night_record. folder: for the checkout.
+    Yields where it runs (a string), while it runs the new bytes of each file of its record (dicts), and at last its
+    rows and the end of its log (a tuple). files: instead of those in the archive. record: see harness.night_record.
+    folder: for the checkout.
     """
     import ray
 
@@ -296,8 +309,17 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             Path(folder, name).write_bytes(content)
         Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
+        sent = defaultdict(int)  # bytes of each file of the record
         try:
-            child.wait(1e9)  # a wait without a timeout could not be canceled
+            while child.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(NEWS)
+                for path in Path(folder).glob("runs/*/*.*"):
+                    with open(path, "rb") as file:
+                        file.seek(sent[path])
+                        if news := file.read():
+                            sent[path] += len(news)
+                            yield {path.name: news}
         finally:
             child.terminate()
             child.wait()

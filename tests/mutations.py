@@ -878,7 +878,7 @@ def import_what_takes_long() -> None:
     import safetensors.torch  # noqa: F401
     import tiktoken  # noqa: F401
     import torch._dynamo  # noqa: F401
-    import tqdm  # noqa: F401
+    import rich  # noqa: F401
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import io
 import itertools
 import math
 import os
@@ -24,7 +23,7 @@ import harness
 import prepare
 from harness import Description, Label
 from night import rows
-from night.__main__ import COMMANDS, main
+from night.__main__ import parse
 from night.plot import plot
 from night.rows import Kind, name_of, reference
 
@@ -404,7 +403,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     capsys.readouterr()
 
     def changed(commit: str, discard: bool) -> dict[int, bytes]:
-        rows.keep(argparse.Namespace(revisions=[commit], setting="", discard=discard))
+        rows.keep(argparse.Namespace(revision=commit, setting="", discard=discard))
         after = path.read_bytes().split(b"\n")
         return {i: b.split(b"\t")[3] for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
 
@@ -441,30 +440,26 @@ def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(histor
         ("report --limit 7", 7, ""),
     ],
 )
-def test_the_time_limit_of_a_run_follows_from_its_budget(monkeypatch, line, limit, setting):
-    monkeypatch.setitem(COMMANDS, line.split()[0], lambda args: (args.limit, args.setting))
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
-    assert main() == (limit, setting)
+def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, setting):
+    args = parse(line.split())
+    assert (args.limit, args.setting) == (limit, setting)
 
 
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("plot x", "plot takes no x"),
-        ("keep", "keep takes one commit"),
-        ("keep a b", "keep takes one commit"),
+        ("watch x", "unrecognized arguments: x"),
+        ("keep", "required: COMMIT"),
+        ("keep a b", "unrecognized arguments: b"),
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
-        ("wave a --seed=0", "--seed is for a run, --seeds for a wave"),
-        ("run --seeds=1", "--seed is for a run, --seeds for a wave"),
+        ("wave a --seed=0", "unrecognized arguments: --seed=0"),
+        ("run --seeds=1", "unrecognized arguments: --seeds=1"),
     ],
 )
-def test_arguments_of_another_command_are_refused(monkeypatch, capsys, line, error):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(sys, "argv", ["night", *line.split()])
+def test_arguments_of_another_command_are_refused(capsys, line, error):
     with pytest.raises(SystemExit):
-        main()
+        parse(line.split())
     assert error in capsys.readouterr().err
 
 
@@ -566,7 +561,7 @@ def drawn(tmp_path, monkeypatch):
 
 
 def check_chart(chart, rows: list[dict]) -> None:
-    """Each experiment is a mark, crashes lie below all others, each kept one is in the table."""
+    """Each experiment is a mark, crashes lie below all others, each kept one and ten near misses are in the tables."""
     points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
     assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
     (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
@@ -575,7 +570,7 @@ def check_chart(chart, rows: list[dict]) -> None:
     scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
     assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
     assert 0.003 * min(scores) < top - bottom
-    text = chart.texts[0].get_text()
+    text, _, missed = chart.texts[0].get_text().partition("near misses\n")
     kept = [(str(number), row["val_bpb"]) for number, row in enumerate(rows, start=1) if row["status"] == "keep"]
     numbers = [int(number) for number, _ in kept]
     gains = ["", *(f"{before - after:.4f}" for (_, before), (_, after) in itertools.pairwise(kept))]
@@ -583,7 +578,13 @@ def check_chart(chart, rows: list[dict]) -> None:
     assert re.findall(r"^ *(\d+) +(\d\.\d{4}) +(-?\d\.\d{4}|)  ", text, re.M) == expected
     for number in numbers:
         assert " ".join(rows[number - 1]["description"].split()) in " ".join(text.split())
-    counts = [int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()]
+    missed = [int(number) for number in re.findall(r"^ *(\d+) +\d\.\d{4} +-?\d\.\d{4}  ", missed, re.M)]
+    keeps = [row["val_bpb"] if row["status"] == "keep" else None for row in rows]
+    before = {n: [bpb for bpb in keeps[: n - 1] if bpb][-1:] for n in range(1, len(rows) + 1)}
+    left = [n for n, row in enumerate(rows, start=1) if row["status"] == "discard" and before[n]]
+    assert missed == sorted(left, key=lambda n: rows[n - 1]["val_bpb"] - before[n][0])[:10]
+    labels = [label.get_text() for label in chart.get_legend().get_texts()]
+    counts = [int(label.split()[0]) for label in labels if "best" not in label]
     assert sum(counts) == len(rows)
 
 
@@ -622,7 +623,12 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     harness.log_result(val_bpb=1.2, description="idea, seed 1", **where)
     harness.log_result(val_bpb=1.25, description="other, seed 2", **where)
     (chart,) = drawn()
-    assert [label.get_text() for label in chart.get_legend().get_texts()] == ["1 discard", "2 keep", "1 crash"]
+    assert [label.get_text() for label in chart.get_legend().get_texts()] == [
+        "1 discard",
+        "2 keep",
+        "1 crash",
+        "best +- 2 s.d. of a seed",
+    ]
 
 
 def test_gpu_column_and_description_are_read_as_they_are_written():
@@ -676,7 +682,7 @@ def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, mo
     assert capsys.readouterr().out == f"{tmp_path / 'progress.png'}\n"
 
 
-def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_the_report(drawn):
+def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_repeated_runs(drawn):
     where = dict(memory_gb=1.0, dataset="d", commit="abc")
     harness.log_result(val_bpb=1.3, gpu="g, 60 s", **where)
     harness.log_result(val_bpb=1.2, gpu="g, 60 s", **where)
@@ -686,7 +692,7 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_the_re
     harness.log_result(val_bpb=0.0, gpu="g, 60 s, report", reason="killed", **where)
     harness.log_result(val_bpb=1.0, gpu="g, 50 s, report", **where)
     (chart,) = drawn()
-    noise = ((0.02**2 / 2 + 0.04**2) / 2) ** 0.5  # of two variances the mean
+    noise = ((0.1**2 / 2 + 0.02**2 / 2 + 2 * 0.04**2) / 4) ** 0.5  # pooled: 1, 1 and 2 degrees of freedom
     (band,) = [patch.get_bbox() for patch in chart.patches]
     assert (band.y0, band.y1) == pytest.approx((1.2 - 2 * noise, 1.2 + 2 * noise))
 

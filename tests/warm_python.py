@@ -55,7 +55,7 @@ def serve(requests: socket.socket) -> str:
     import safetensors.torch  # noqa: F401
     import tiktoken  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
-    import tqdm  # noqa: F401
+    import rich  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks of this loop
     while True:

@@ -1,0 +1,60 @@
+"""What runs now: a line for each run, from the records that runs and waves write."""
+
+import sys
+import time
+from pathlib import Path
+
+from night.records import budget, curve, running
+
+
+class Board:
+    """Lines about runs at work: rewritten in place on a terminal, elsewhere printed every minute."""
+
+    def __init__(self, total: int):
+        self.total, self.start, self.shown, self.live = total, time.monotonic(), time.monotonic(), None
+
+    def __enter__(self):
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(auto_refresh=False).__enter__()
+        return self
+
+    def __exit__(self, *error):
+        if self.live:
+            self.live.__exit__(*error)
+
+    def print(self, text: str) -> None:
+        """Above the lines, for good."""
+        print(text, flush=True)  # Live redirects it
+
+    def update(self, records: list[Path], pending: int) -> None:
+        """records: of the runs at work; pending: runs that have not ended, these included."""
+        now, done = time.monotonic(), self.total - pending
+        if now - self.shown < (0.5 if self.live else 60):
+            return
+        self.shown = now
+        left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
+        text = "\n".join([*map(line, records), *[f"{done} of {self.total} runs have ended{left}"] * bool(self.total)])
+        self.live.update(text, refresh=True) if self.live else self.print(text)
+
+
+def line(folder: Path) -> str:
+    """A run's name, share of its budget, step, loss, speed and seconds left."""
+    points = curve(folder)
+    if not points:
+        return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
+    (unit, size), last = budget(folder), points[-1]
+    share = min(1.0, getattr(last, unit) / size)
+    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds * (1 / share - 1):.0f} s left"
+    return f"{folder.name:32} {share:4.0%}, step {last.step:.0f}, loss {last.loss:.4f}, {pace}"
+
+
+def watch(_=None) -> None:
+    """Shows the runs at work in this clone until there is none."""
+    with Board(0) as board:
+        board.shown = 0.0  # at once
+        while records := running():
+            board.update(records, 0)
+            time.sleep(0.5)
+    print("no run is at work in this clone")

@@ -1,0 +1,100 @@
+"""The night as one page for people, night.html: chart, ideas, curves and report, without server and network."""
+
+import html
+import json
+import statistics
+from pathlib import Path
+
+import harness
+from night import records
+from night.ideas import Idea, ideas, oddities
+from night.rows import experiments, seed_noise
+from night.show import gain, pick_kind
+from prepare import PrepareError
+
+DIFF_LINES, HOVER_LINES = 400, 12  # of a diff in the table, and under the pointer
+
+
+def page(_=None) -> None:
+    """Writes night.html about the GPU, budget and dataset of the last row."""
+    try:
+        import plotly.graph_objects as go
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise PrepareError("the page needs Plotly: pip install -e '.[night]'") from None
+    rows = experiments()
+    if not rows:
+        raise PrepareError(f"{harness.RESULTS} has no row yet")
+    rows = pick_kind(rows, "")
+    found, (sd, _) = ideas(rows), seed_noise(rows[0]["gpu"], rows[0]["dataset"])
+    report = harness.RESULTS.with_name("report.md")
+    data = {
+        "title": f"{rows[0]['gpu']}, {rows[0]['dataset']}: {len(rows)} experiments",
+        "figure": chart(go, found, sd).to_plotly_json(),
+        "ideas": [entry(number, idea, rows, sd) for number, idea in enumerate(found, start=1)],
+        "report": report.read_text("utf-8") if report.exists() else "",
+    }
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+    text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"), 1).replace("PLOTLY", get_plotlyjs(), 1)
+    path = harness.RESULTS.with_name("night.html")
+    path.write_text(text, "utf-8")
+    print(path)
+
+
+def status(idea: Idea) -> str:
+    """`near miss` for a discarded idea that scored better than the file it has edited."""
+    return "near miss" if idea.status == "discard" and (idea.change or 0.0) < 0 else idea.status
+
+
+def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
+    """A line of the table. change is for sorting, gain for reading."""
+    curves = []
+    for folder in [folder for row in idea.rows for folder in records.folders(row)[:1]]:
+        if points := records.curve(folder):
+            curves.append({key: [getattr(point, key) for point in points] for key in ("seconds", "loss")})
+    bpb = statistics.mean(idea.scores.values()) if idea.scores else None
+    return {
+        "no": number, "commit": idea.commit, "subject": idea.subject, "family": idea.family, "status": status(idea),
+        "bpb": bpb, "score": f"{bpb:.4f}" if bpb else "", "change": idea.change,
+        "gain": gain(idea, sd) if idea.change is not None else "", "seeds": len(idea.scores), "size": sum(idea.lines),
+        "lines": "+{} -{}".format(*idea.lines) if idea.diff else "", "curves": curves,
+        "diff": "\n".join(idea.diff.splitlines()[:DIFF_LINES]),
+        "notes": [idea.reason] * bool(idea.reason) + oddities(idea, rows),
+    }  # fmt: skip
+
+
+def chart(go, found: list[Idea], sd: float):
+    """val_bpb of each idea, the mean of its seeds; crashes at the lower edge."""
+    scores = [statistics.mean(idea.scores.values()) for idea in found if idea.scores] or [0.0]
+    low, high = min(scores), max(scores)
+    top = min(high, low + 2.5 * max(statistics.median(scores) - low, 1e-3))
+    margin = 0.05 * (top - low or low)
+    figure = go.Figure()
+    for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
+        chosen = [(number, idea) for number, idea in enumerate(found, start=1) if status(idea) == name]
+        heights = [min(top, statistics.mean(idea.scores.values() or [low - margin])) for _, idea in chosen]
+        figure.add_scatter(
+            x=[number for number, _ in chosen], y=heights, mode="markers", name=f"{len(chosen)} {name}",
+            marker=dict(color=color, size=9 if name == "keep" else 6, symbol="x" if name == "crash" else "circle"),
+            customdata=[number for number, _ in chosen], hovertext=[hover(idea, sd) for _, idea in chosen],
+            hoverinfo="text",
+        )  # fmt: skip
+    kept = [(n, statistics.mean(i.scores.values())) for n, i in enumerate(found, start=1) if i.status == "keep"]
+    if kept:
+        best = [min(bpb for _, bpb in kept[: i + 1]) for i in range(len(kept))]
+        x, y = [*(n for n, _ in kept), len(found)], [*best, best[-1]]
+        figure.add_scatter(
+            x=x, y=y, mode="lines", line=dict(shape="hv", color="#1a7f37"), hoverinfo="skip", name="best"
+        )
+    figure.update_layout(
+        template="none", height=420, margin=dict(t=10, r=10), legend=dict(orientation="h", y=-0.2),
+        xaxis_title_text="idea", yaxis_title_text="val_bpb", yaxis_range=[low - 1.5 * margin, top + margin],
+    )  # fmt: skip
+    return figure
+
+
+def hover(idea: Idea, sd: float) -> str:
+    """Plotly reads this as HTML."""
+    lines = [f"{idea.commit}  {gain(idea, sd)}", *[idea.subject[i : i + 90] for i in range(0, len(idea.subject), 90)]]
+    lines += [line[:100] for line in idea.diff.splitlines()[:HOVER_LINES]]
+    return "<br>".join(html.escape(line) for line in lines)

@@ -1,0 +1,92 @@
+"""Records of runs: runs/<commit>-<seed>-<budget>/ holds a run's log.txt, its curve.tsv and its summary.json."""
+
+import itertools
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+import prepare
+from harness import Description, Label
+from night.rows import ROOT
+
+RUNS = ROOT / "runs"
+QUIET = 120  # seconds without a change, after which a record without a summary is that of a killed run
+
+
+class Point(NamedTuple):
+    """A line of curve.tsv. loss: in nats per token, the mean since the line before; lr: of the first group."""
+
+    step: float
+    seconds: float
+    tokens: float
+    loss: float
+    lr: float
+
+
+def folder_name(commit: str, seed: int | None, setting: str) -> str:
+    """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. setting: as harness.budget_name has it."""
+    gpu, budget = re.fullmatch(r"(?: as (\w+))?(?:, (.+))?", setting).groups()
+    budget = re.sub(" (M|s).*", r"\1", budget or f"{prepare.TIME_BUDGET} s")
+    return "-".join(filter(None, [commit, str(harness.SEED if seed is None else seed), gpu, budget]))
+
+
+def new_folder(name: str, runs: Path = RUNS) -> Path:
+    """A new folder of that name; of a repeated run it ends in .2, .3 and so on."""
+    for i in itertools.count(1):
+        folder = runs / (name if i == 1 else f"{name}.{i}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def folders(row: dict) -> list[Path]:
+    """The records of the runs of a row, the last one first."""
+    name = folder_name(row["commit"], Description.parse(row).seed, Label.parse(row["gpu"]).setting)
+    found = [*RUNS.glob(name), *RUNS.glob(f"{name}.*")]
+    return sorted(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), reverse=True)
+
+
+def curve(folder: Path) -> list[Point]:
+    """Its points; a line that is being written is left out."""
+    points = []
+    with suppress(OSError):
+        for line in (folder / "curve.tsv").read_text("utf-8", errors="replace").split("\n")[1:-1]:
+            with suppress(ValueError, TypeError):
+                points.append(Point(*(float(field or "nan") for field in line.split("\t"))))
+    return points
+
+
+def summary(folder: Path) -> dict:
+    """What the run printed at its end; {} if it was killed before."""
+    with suppress(OSError, ValueError):
+        return json.loads((folder / "summary.json").read_text("utf-8"))
+    return {}
+
+
+def budget(folder: Path) -> tuple[str, float]:
+    """`tokens` or `seconds`, and how many."""
+    number, unit = re.search(r"-([\d.e+-]+)(M|s)(?:\.\d+)?$", folder.name).groups()
+    return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
+
+
+def running() -> list[Path]:
+    """Records that are being written, the oldest first."""
+    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*/") if not (folder / "summary.json").exists()}
+    return sorted((folder for folder in started if time.time() - last_change(folder) < QUIET), key=started.get)
+
+
+def last_change(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def jump(points: list[Point], nats: float = 0.3) -> float | None:
+    """Where, as a share of the run, the loss rises by more than so much from one point to the next after the first
+    tenth; else None."""
+    for before, after in itertools.pairwise(points[len(points) // 10 :]):
+        if after.loss - before.loss > nats:
+            return after.step / points[-1].step
+    return None

@@ -1,0 +1,117 @@
+"""The memory of a night: what has been tried, as text that a person or an agent reads in one look."""
+
+import argparse
+import os
+import re
+import sys
+from collections import defaultdict
+
+import harness
+from harness import Label
+from night import records
+from night.ideas import Idea, ideas, noise, oddities
+from night.rows import experiments, git, in_history, seed_noise
+from prepare import PrepareError
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints the night so far, or all about the runs of args.revision."""
+    rows = experiments()
+    if not rows:
+        raise PrepareError(f"{harness.RESULTS} has no row yet")
+    if args.revision:
+        commit = git("rev-parse", "--verify", f"{args.revision}^{{commit}}").decode()[:7]
+        text = about_commit(commit, [row for row in rows if row["commit"] == commit])
+    else:
+        text = about_night(pick_kind(rows, args.setting))
+    if sys.stdout.isatty() and not args.md:
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+    else:
+        print(text)
+
+
+def pick_kind(rows: list[dict], setting: str) -> list[dict]:
+    """Those of the last row's GPU, budget and dataset; with another budget, the last row's that has it."""
+    rows = [row for row in rows if not setting or Label.parse(row["gpu"]).setting == setting]
+    if not rows:
+        raise PrepareError(f"results.tsv has no row{setting}")
+    last = rows[-1]
+    return [row for row in rows if (row["gpu"], row["dataset"]) == (last["gpu"], last["dataset"])]
+
+
+def about_night(rows: list[dict]) -> str:
+    """The reference, families of ideas, near misses and crashes of rows of one kind."""
+    found, (sd, _) = ideas(rows), seed_noise(rows[0]["gpu"], rows[0]["dataset"])
+    kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
+    reference = next(idea for idea in found if idea.commit == kept[-1]["commit"])
+    count = {status: sum(row["status"] == status for row in rows) for status in ("keep", "crash")}
+    lines = [f"# {rows[0]['gpu']}, {rows[0]['dataset']}"]
+    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
+    bpb = min(reference.scores.values(), default=0.0)
+    lines.append(f"Reference: {reference.commit}, {reference.subject}, {bpb:.4f}.")
+    if sd:
+        lines.append(f"A seed's standard deviation is {sd:.4f}: `~` marks noise, for one seed below {noise(sd):.4f}.")
+    lines.append("A number is the change of val_bpb that an edit made; negative is better. `*` is kept.\n")
+    families = defaultdict(list)
+    for idea in found:
+        if idea.status != "crash":
+            families[idea.family].append(idea)
+    knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
+    lines += [knob(name, families.pop(name), sd) for name in knobs]
+    for name, group in sorted(families.items()):
+        lines += [f"\n## {name or 'Unchanged train.py, or not in this clone'}", *entries(group, rows, sd)]
+    crashes = [idea for idea in found if idea.status == "crash"]
+    if crashes:
+        lines += ["\n## Crashed", *entries(crashes, rows, sd)]
+    return "\n".join(lines)
+
+
+def knob(name: str, group: list[Idea], sd: float) -> str:
+    """`- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`: what was tried of one constant."""
+    tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, sd)}" for idea in group)
+    best = min(group, key=lambda idea: idea.change or 0.0)
+    return f"- {name}: {tried}; best {best.values[name][(best.change or 0.0) < -noise(sd, best.pairs)]}"
+
+
+def gain(idea: Idea, sd: float) -> str:
+    """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036+-0.0004*`."""
+    if idea.change is None:
+        return f"{min(idea.scores.values(), default=0.0):.4f}" + "*" * (idea.status == "keep")
+    error = f"+-{idea.error:.4f}" if idea.error else ""
+    near = "~" if abs(idea.change) < noise(sd, idea.pairs) else ""
+    return f"{idea.change:+.4f}{error}" + ("*" if idea.status == "keep" else near)
+
+
+def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
+    """A line for each. What its subject shares with the one before is left out."""
+    lines, before = [], ""
+    for idea in group:
+        shared = re.match(r".{30,}[;,] |", os.path.commonprefix([before, idea.subject]))[0]  # noqa: RUF071
+        text, before = "... " * bool(shared) + idea.subject[len(shared) :], idea.subject
+        size = f" (+{idea.lines[0]} -{idea.lines[1]})" if idea.diff else ""
+        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
+        score = f"{gain(idea, sd)} " * (idea.status != "crash")
+        lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
+    return lines
+
+
+def about_commit(commit: str, rows: list[dict]) -> str:
+    """Its rows, and for each the numbers and the end of the log of its last run."""
+    if not rows:
+        raise PrepareError(f"results.tsv has no row of {commit}")
+    lines = []
+    for row in rows:
+        score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
+        lines.append(
+            f"# {commit} {row['description']}\n{score}, {row['gpu']}, {row['dataset']}, {row['tokens_M']} M tokens"
+        )
+        for folder in records.folders(row)[:1]:
+            lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
+            log = (folder / "log.txt").read_text("utf-8", errors="replace") if (folder / "log.txt").exists() else ""
+            if row["status"] == "crash":
+                lines += ["```", *log.splitlines()[-20:], "```"]
+            lines.append(f"- record: {folder.relative_to(records.RUNS.parent)}")
+    return "\n".join(lines)
