@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,40 +138,19 @@ def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "
 
     base: commit and subject of the reference. If interrupted, this ends all runs and this process.
     """
-    import ray
-
     done = set() if args.again else {name_of(row) for row in kind.rows() if settled(row, kind, base[0])}
     runs = list(dict.fromkeys(runs))
     todo = [run for run in runs if run[:2] not in done]
     print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    pending, stopped, records = submit(todo, args, kind), [], {}
-    harness.handle_signals(lambda *_: stopped.append(True))
-    with Board(len(todo)) as board:
-        while pending and not stopped:
-            for stream in ray.wait(list(pending), timeout=0.5)[0]:
-                event, run = next_event(stream), pending[stream]
-                if isinstance(event, str):
-                    board.print(f"start    {' '.join(run[:2])} on {event}")
-                    records[run] = new_folder(folder_name(run.commit, run.seed, args.setting))
-                elif isinstance(event, dict):
-                    for name, news in event.items():
-                        with suppress(OSError), open(records[run] / name, "ab") as file:  # a full disk costs the record
-                            file.write(news)
-                else:
-                    del pending[stream]
-                    records.pop(run, None)
-                    row, text = log_row(run, kind, base, *event)
-                    board.print(text)
-                    if run.commit == base[0]:
-                        ended = set(runs) - {run, *pending.values()}
-                        decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
-            board.update(list(records.values()), len(pending))
-    if pending:
-        print("interrupted: the same command goes on")
-        for stream in pending:
-            ray.cancel(stream)
-        ray.wait([stream.completed() for stream in pending], num_returns=len(pending), timeout=3 * PATIENCE)
-        sys.exit(130)
+    trainer = Trainer(args, kind)
+    with trainer.at_work(len(todo)):
+        for run in todo:
+            trainer.submit(run, base)
+        while trainer.pending:
+            for run, row in trainer.ended():
+                if run.commit == base[0]:
+                    ended = set(runs) - {run, *trainer.runs()}
+                    decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
     last = {name_of(row): row for row in kind.rows()}
     return {run: last[run[:2]] for run in runs if run[:2] in last}
 
@@ -183,31 +162,100 @@ def settled(row: dict, kind: Kind, base: str) -> bool:
     return not kind.report or Description.parse(row).test_bpb is not None
 
 
-def submit(runs: list[Run], args: argparse.Namespace, kind: Kind) -> dict:
-    """Hands runs to Ray in this order; returns them by the streams of their events."""
-    import ray
+class Interrupted(Exception):
+    """A signal has asked this process to end."""
 
-    device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-    nodes = [node for node in ray.nodes() if device in node["Resources"]]
-    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
-    files = ray.put(files | {".dataset": prepare.current_dataset().name.encode()})
-    if args.address:
-        nodes = with_dataset(nodes, kind.dataset, files)
-    cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
-    task = ray.remote(
-        num_returns="streaming",
-        num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
-        num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
-        label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
-        max_retries=1,  # the run of a lost node goes to another node once
-    )(run_in_checkout)
-    archives = {commit: ray.put(git("archive", commit)) for commit in {run.commit for run in runs}}
-    pending = {}
-    for run in runs:
+
+class Trainer:
+    """The runs that Ray has: `submit` hands it one, `ended` yields the rows of those that have ended.
+
+    slots: how many it trains at once; it queues others.
+    """
+
+    def __init__(self, args: argparse.Namespace, kind: Kind):
+        import ray
+
+        self.args, self.kind, self.pending, self.records, self.archives = args, kind, {}, {}, {}
+        device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
+        nodes = [node for node in ray.nodes() if device in node["Resources"]]
+        files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+        self.files = ray.put(files | {".dataset": prepare.current_dataset().name.encode()})
+        if args.address:
+            nodes = with_dataset(nodes, kind.dataset, self.files)
+        cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
+        self.slots = int(sum(node["Resources"].get("GPU", 1) for node in nodes)) * args.per_gpu
+        self.task = ray.remote(
+            num_returns="streaming",
+            num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
+            num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
+            label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
+            max_retries=1,  # the run of a lost node goes to another node once
+        )(run_in_checkout)
+
+    @contextmanager
+    def at_work(self, total: int) -> Iterator[None]:
+        """Shows what is at work. A signal ends all runs, and then this process with status 130."""
+        stopped = []
+        self.stopped = stopped
+        harness.handle_signals(lambda *_: stopped.append(True))
+        try:
+            with Board(total) as self.board:
+                yield
+        except Interrupted:
+            print("interrupted: the same command goes on")
+            self.cancel()
+            sys.exit(130)
+
+    def runs(self) -> list[Run]:
+        return [run for run, _ in self.pending.values()]
+
+    def submit(self, run: Run, base: tuple[str, str]) -> None:
+        """base: commit and subject of the revision that it has to beat."""
+        import ray
+
+        if run.commit not in self.archives:
+            self.archives[run.commit] = ray.put(git("archive", run.commit))
+        args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
-        record = dict(commit=run.commit, description=run.description, log=True, score_test=kind.report)
-        pending[task.remote(archives[run.commit], files, command, record, args.folder)] = run
-    return pending
+        record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
+        stream = self.task.remote(self.archives[run.commit], self.files, command, record, args.folder)
+        self.pending[stream] = run, base
+
+    def ended(self) -> Iterator[tuple[Run, dict]]:
+        """Logs the rows of runs that have ended by now, or within half a second. Raises Interrupted after a signal."""
+        import ray
+
+        for stream in ray.wait(list(self.pending), timeout=0.5)[0] if self.pending else ():
+            event, (run, base) = next_event(stream), self.pending[stream]
+            if isinstance(event, str):
+                self.board.print(f"start    {' '.join(run[:2])} on {event}")
+                self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
+            elif isinstance(event, dict):
+                for name, news in event.items():
+                    with (
+                        suppress(OSError),
+                        open(self.records[run] / name, "ab") as file,
+                    ):  # a full disk costs the record
+                        file.write(news)
+            else:
+                del self.pending[stream]
+                self.records.pop(run, None)
+                row, text = log_row(run, self.kind, base, *event)
+                self.board.print(text)
+                yield run, row
+        self.board.update(list(self.records.values()), len(self.pending))
+        if self.stopped:
+            raise Interrupted
+
+    def cancel(self) -> None:
+        """Ends all runs."""
+        import ray
+
+        for stream in self.pending:
+            ray.cancel(stream)
+        if self.pending:
+            streams = [stream.completed() for stream in self.pending]
+            ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
 
 
 def next_event(stream) -> str | dict | tuple:

@@ -875,10 +875,10 @@ def import_what_takes_long() -> None:
     import pyarrow.parquet  # noqa: F401
     import pytest  # noqa: F401
     import requests  # noqa: F401
+    import rich  # noqa: F401
     import safetensors.torch  # noqa: F401
     import tiktoken  # noqa: F401
     import torch._dynamo  # noqa: F401
-    import rich  # noqa: F401
 
 
 def main() -> None:
