@@ -61,6 +61,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--seeds", **numbers, help="train each revision once with each of these seeds")
     one = command(report, many, help="how much of the night's gain was luck?")
     one.add_argument("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
+    one.add_argument("--attribute", action="store_true", help="and which kept changes are real, without the others?")
     one = command(show, budget, help="what has been tried so far, or all about one commit's runs")
     one.add_argument("revision", nargs="?", metavar="COMMIT")
     one.add_argument("--md", action="store_true", help="Markdown on a terminal, too")

@@ -5,6 +5,7 @@ import statistics
 
 import harness
 from harness import Description, Label
+from night.attribute import attribute
 from night.plot import plot
 from night.rows import experiments, good, in_history
 from night.wave import Run, start_ray, train_all
@@ -38,6 +39,8 @@ def report(args: argparse.Namespace) -> None:
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
         runs = [Run(commit, str(Description(text, seed)), seed) for seed in seeds for commit, text in ends]
         text = gains(kept[0], kept[-1], list(train_all(runs, args, kind).values()))
+        if args.attribute:
+            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, args, kind)}"
     print(f"\n{text}")
     harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n![](progress.png)\n", "utf-8")
     plot()
