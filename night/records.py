@@ -34,10 +34,10 @@ def folder_name(commit: str, seed: int | None, setting: str) -> str:
     return "-".join(filter(None, [commit, str(harness.SEED if seed is None else seed), gpu, budget]))
 
 
-def new_folder(name: str, runs: Path = RUNS) -> Path:
+def new_folder(name: str) -> Path:
     """A new folder of that name; of a repeated run it ends in .2, .3 and so on."""
     for i in itertools.count(1):
-        folder = runs / (name if i == 1 else f"{name}.{i}")
+        folder = RUNS / (name if i == 1 else f"{name}.{i}")
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
@@ -69,7 +69,7 @@ def summary(folder: Path) -> dict:
 
 def budget(folder: Path) -> tuple[str, float]:
     """`tokens` or `seconds`, and how many."""
-    number, unit = re.search(r"-([\d.e+-]+)(M|s)(?:\.\d+)?$", folder.name).groups()
+    number, unit = re.search(r"-(\d[\d.]*(?:e[+-]\d+)?)(M|s)(?:\.\d+)?$", folder.name).groups()
     return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
 
 

@@ -47,8 +47,10 @@ class Row:
         os.environ["AUTORESEARCH_RUN"] = json.dumps(record)
 
     def make_up(self, reason: str) -> None:
-        """Logs a crash, if the run has left no row."""
+        """Logs a crash, if the run has left no row; and the reason in its record, if it has left no summary."""
         self.hand_over()
+        with suppress(OSError), open(os.path.join(self.record.get("folder", "/dev"), "summary.json"), "x") as file:
+            json.dump({"reason": reason}, file)
         if self.needed and not os.fstat(self.copy).st_size:
             label = harness.gpu_name() + self.setting
             harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parent.parent
-NIGHT = [f"night/{path.name}" for path in ROOT.glob("night/*.py")]
+NIGHT = [f"night/{path.name}" for path in ROOT.glob("night/*.*")]
 FILES = ["train.py", "prepare.py", "harness.py", "kernels.py", *NIGHT]
 WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
     " "

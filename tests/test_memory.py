@@ -1,0 +1,207 @@
+"""What a night remembers: records of runs, what was tried, curves, the page; and what is left to clean."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from small_corpus import ROOT
+from test_night import Night
+from test_wave import TWO_SLOTS, Clone
+
+import harness
+from night import clean, ideas, live, page, plot, records, show
+from night.records import Point, folder_name
+
+LOG = ROOT / "tests" / "night" / "results.tsv"
+CURVE = """\
+folder = night_record()["folder"]
+    with open(folder + "/curve.tsv", "w") as file:
+        file.write("step\\tseconds\\ttokens\\tloss\\tlr\\n")
+        for i in range(1, 21):
+            file.write(f"{i}\\t{i / 2}\\t{i * 75000}\\t{4 - i / 10 + JUMP * (i > 10)}\\t0.1\\n")
+    """
+
+
+@pytest.fixture
+def clone(prepared, tmp_path):
+    clone = Clone(tmp_path / "clone", prepared)
+    yield clone
+    for pid in clone.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def at(monkeypatch, folder: Path) -> None:
+    """This process's night is the one in that clone."""
+    monkeypatch.setattr(harness, "RESULTS", folder / "results.tsv")
+    for module in (ideas, show.records, records):
+        monkeypatch.setattr(module, "ROOT", folder)
+    monkeypatch.setattr(records, "RUNS", folder / "runs")
+    monkeypatch.setattr("night.rows.ROOT", folder)
+
+
+def printed(capsys, function, **args) -> str:
+    capsys.readouterr()
+    function(argparse.Namespace(**args))
+    return capsys.readouterr().out
+
+
+def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone, monkeypatch, capsys):
+    """From them `show`, `plot` and `watch` say what is true."""
+    clone.commit(base=CURVE.replace("JUMP", "0") + "val_bpb = 1.3")
+    clone.run("python -m night run --tokens 1500000; python -m night run --tokens 1500000")
+    clone.commit(jumps=CURVE.replace("JUMP", "1") + "val_bpb = 1.2", crash="print('77 GB'); raise MemoryError")
+    clone.commit(waits=CURVE.replace("JUMP", "0") + "time.sleep(99)")
+    at(monkeypatch, clone.folder)
+    names = [clone.run(f"git rev-parse --short=7 {name}").strip() for name in ("base", "jumps", "crash", "waits")]
+    base, jumps, crash, waits = names
+    clone.run("git checkout -q base")
+    wave = clone.wave("jumps", "crash", "waits", *TWO_SLOTS)
+    folder = records.RUNS / f"{waits}-42-1.5M"
+    while not records.curve(folder):
+        time.sleep(0.05)
+        assert wave.poll() is None, wave.stdout.read()
+    while len(clone.rows()) < 4:  # two of the reference, from before
+        time.sleep(0.05)
+    assert records.running() == [folder]
+    line = live.line(folder)
+    assert line.startswith(folder.name) and "100%, step 20, loss 2.0000, 150,000 tok/s, 0 s left" in line
+    os.killpg(wave.pid, signal.SIGKILL)
+    wave.wait()
+    assert clone.all_gone(20, runs=True)
+    assert {path.name for path in records.RUNS.iterdir()} == {
+        *(f"{commit}-42-1.5M" for commit in names),
+        f"{base}-42-1.5M.2",
+    }
+    assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
+    assert records.curve(folder)[-1] == Point(20.0, 10.0, 1.5e6, 2.0, 0.1)
+
+    night = printed(capsys, show.show, revision=None, setting="", md=True)
+    assert f"-0.1000* {jumps} jumps" in night and "its loss jumps at 55%" in night
+    assert f"- {crash} crash" in night and "[MemoryError]" in night
+    assert f"Reference: {base}, base, 1.3000." in night
+    told = printed(capsys, show.show, revision="crash", setting="", md=True)
+    assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
+    told = printed(capsys, plot.plot, revisions=["base", "jumps"])
+    assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
+    with pytest.raises(harness.PrepareError, match="no record in runs/"):
+        shutil.rmtree(records.RUNS)
+        plot.plot(argparse.Namespace(revisions=["base"]))
+
+
+def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
+    night = Night(tmp_path / "clone", prepared)
+    night.edit("talks a lot", "print('first'); print('x' * 3_000_000); print('last'); val_bpb = 1.2")
+    night.train()
+    (log,) = (night.folder / "runs").glob("*/log.txt")
+    text = log.read_text()
+    assert "first" in text[:100] and "last" in text[-200:] and "[...]" in text and log.stat().st_size < 1.2e6
+    assert "last" in night.log.read_text()[-300:] and night.log.stat().st_size > 3e6
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting", "name", "budget"),
+    [
+        (None, "", "abc-42-300s", ("seconds", 300)),
+        (0, ", 60 s", "abc-0-60s", ("seconds", 60)),
+        (1, " as T4, 62.4 M tokens", "abc-1-T4-62.4M", ("tokens", 62.4e6)),
+        (1, " as T4", "abc-1-T4-300s", ("seconds", 300)),
+        (1, ", 5e-06 M tokens", "abc-1-5e-06M", ("tokens", 5)),
+    ],
+)
+def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget, tmp_path, monkeypatch):
+    at(monkeypatch, tmp_path)
+    assert folder_name("abc", seed, setting) == name
+    first, second = (records.new_folder(name) for _ in range(2))
+    assert records.budget(first) == records.budget(second) == budget and second.name == name + ".2"
+
+
+def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
+    def commit(name: str, val_bpb: float, old: str = "", new: str = "") -> str:
+        text = "LR = 0.1  # matrices\nDEPTH = 3\nclass Block:\n    width = 2\n    pass\n"
+        text = text.replace(old or "\0", new)
+        (clone.folder / "train.py").write_text(text)
+        clone.run(f"git add . ; git commit -q --allow-empty -m '{name}' train.py")
+        head = clone.run("git rev-parse --short=7 HEAD").strip()
+        row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=2.0, commit=head)
+        reason = {} if val_bpb else {"reason": "NaN at step 3"}
+        harness.log_result(val_bpb=val_bpb, description=name, **row, **reason)
+        return head
+
+    at(monkeypatch, clone.folder)
+    base = commit("base", 1.30)
+    row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
+    harness.log_result(val_bpb=1.31, description="base, seed 1", **row)
+    for name, val_bpb, old, new in (
+        ("higher", 1.32, "0.1", "0.2"),
+        ("lower", 1.22, "0.1", "0.05"),
+        ("wide", 1.29, "width = 2", "width = 9"),
+        ("both", 0.0, "DEPTH = 3", "DEPTH = 4"),
+    ):
+        commit(name, val_bpb, old, new)
+        clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
+    told = printed(capsys, show.show, revision=None, setting="", md=True)
+    assert "6 experiments with 5 commits; 2 kept, 1 crashed." in told, told
+    assert "A seed's standard deviation is 0.0071: `~` marks noise, for one seed below 0.0200." in told
+    assert "- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05" in told
+    assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)", told)
+    assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
+    assert re.search(r"- 1.3000\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
+    with pytest.raises(harness.PrepareError, match="no row, 60 s"):
+        show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
+
+
+def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", LOG)
+    told = printed(capsys, show.show, revision=None, setting="", md=True)
+    assert len(told) < 12_000  # characters: fewer than 6,000 tokens
+    assert "133 experiments with 131 commits; 16 kept, 11 crashed." in told
+    if subprocess.run(["git", "cat-file", "-e", "1164dca"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("a shallow clone does not have the commits of that night")
+    assert "- NGRAM_LR: 0.4 -> 0.6 +0.0008~, 0.4 -> 0.25 +0.0008~; best 0.4" in told
+    assert re.search(r"## NGramEmbedding\n- .*third table of n-grams", told)
+
+
+def test_the_page_shows_text_as_text_and_lists_every_idea(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("plotly")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    hostile = "<img src=x onerror=alert(1)></script><b>&amp; DATA PLOTLY"
+    for i, text in enumerate(["base", hostile, "dead"]):
+        row = dict(val_bpb=1.3 - i / 100, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07x}", description=text)
+        harness.log_result(**row, reason="killed" * (text == "dead"))
+    page.page()
+    text = (tmp_path / "night.html").read_text("utf-8")
+    assert capsys.readouterr().out == f"{tmp_path / 'night.html'}\n"
+    assert "<img" not in text.replace("<img>", "") and "src=http" not in text
+    data = json.loads(re.search(r"const \{ title.*\} = (\{.*\})$", text, re.M)[1])
+    assert [idea["subject"] for idea in data["ideas"]] == ["base", hostile, "dead"]
+    assert [idea["status"] for idea in data["ideas"]] == ["keep", "keep", "crash"]
+    hovers = [text for trace in data["figure"]["data"] for text in trace.get("hovertext", [])]
+    assert len(hovers) == 3 and any("&lt;img" in text for text in hovers)
+
+
+def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, monkeypatch, capsys):
+    at(monkeypatch, tmp_path)
+    for commit, val_bpb in {"aaaaaaa": 1.3, "bbbbbbb": 1.2, "ccccccc": 1.4}.items():
+        harness.log_result(val_bpb=val_bpb, memory_gb=1.0, gpu="g", dataset="d", commit=commit, description="x")
+    for name in ("aaaaaaa-42-300s", "bbbbbbb-42-300s", "ccccccc-42-300s", "ddddddd-42-300s"):
+        (records.new_folder(name) / "log.txt").write_text("x" * 1000)
+        (records.RUNS / name / "summary.json").write_text("{}")
+    records.new_folder("ccccccc-1-300s")  # at work
+    process = subprocess.Popen(["sleep", "0"])
+    process.wait()
+    gone, own = Path(f"/tmp/{clean.SCRATCH}{process.pid}-x"), Path(clean.scratch_folder())
+    gone.mkdir()
+    told = printed(capsys, clean.clean, yes=False)
+    assert gone.exists() and "MB in " in told and "--yes deletes them" in told
+    assert all(word in told for word in ("ccccccc-42", "ddddddd-42", gone.name)) and "aaaaaaa" not in told
+    printed(capsys, clean.clean, yes=True)
+    left = {"aaaaaaa-42-300s", "bbbbbbb-42-300s", "ccccccc-1-300s"}
+    assert {path.name for path in records.RUNS.iterdir()} == left and not gone.exists() and own.exists()
+    own.rmdir()
