@@ -14,6 +14,7 @@ from night.wave import run_of, train_all
 from prepare import PrepareError
 
 FIRST_SEEDS, MOST_SEEDS = 2, 6  # per change
+IDLE = 0.7  # standard errors: a change with a smaller effect gets no more seeds (modelled: 60 runs for 16 changes)
 LEVEL = 0.05  # of all verdicts together, by Holm's correction
 MARGIN = 0.001  # bits per byte: the pruned file may be so much worse, at 95%
 
@@ -94,7 +95,7 @@ def spread(changes: list[Change], split: str = "val") -> tuple[float, int]:
 
 def judge(changes: list[Change], last: bool) -> None:
     """Sets verdicts: `real` or `harmful` by a t test on val that holds for all changes and all looks together, `needed`
-    if the file crashes without it, `no evidence` if the effect is below a standard error or no seed is left."""
+    if the file crashes without it, `no evidence` if the effect is below IDLE or no seed is left."""
     from scipy import stats
 
     sd, freedom = spread(changes)
@@ -114,7 +115,7 @@ def judge(changes: list[Change], last: bool) -> None:
         holds = holds and p * (len(ranked) - i) < LEVEL
         if change.verdict == "open" and holds:
             change.verdict = "real" if score > 0 else "harmful"
-        elif change.verdict == "open" and (last or abs(score) < 1):
+        elif change.verdict == "open" and (last or abs(score) < IDLE):
             change.verdict = "no evidence"
 
 
