@@ -100,7 +100,7 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
-    """Of five kept changes one is pure luck, one does harm, two are on one line. Another report trains nothing again."""
+    """Of five kept changes one is pure luck, one does harm, two are on one line. The next report trains nothing."""
     pytest.importorskip("ray")
     clone, text, score = Clone(tmp_path / "clone", prepared), TRAIN, 1.3
     dataset = prepare.dataset_id(clone.cache / clone.dataset)
