@@ -68,7 +68,6 @@ SECTIONS = [
         ("F.embedding(idx, embed) + sum(ngrams)", "F.embedding(idx, embed)"),
         ("return SOFTCAP * torch.tanh(logits / SOFTCAP) if SOFTCAP else logits", "return logits"),
         ("targets, softcap=SOFTCAP, reduction", "targets, reduction"),
-        ("softcap=SOFTCAP, reduction=reduction)", "softcap=SOFTCAP)"),
         ("for back in range(1, n):", "for back in range(1, n - 1):"),
         ("F.pad(idx, (back, -back))", "F.pad(idx, (-back, back))"),
         ("ngram_hash(idx, self.n) >> 24", "ngram_hash(idx, self.n) >> 25"),
@@ -361,6 +360,9 @@ SECTIONS = [
         ("train(clock, tokenizer, device, args.seed, gpu)", "train(clock, tokenizer, device, 42, gpu)"),
         ("evaluate_bpb(model, tokenizer, model.config.device_batch_size", "evaluate_bpb(model, tokenizer, 4 * model.config.device_batch_size"),
         ("bpb = evaluate_bpb(", "[p.data.mul_(8).round_().div_(8) for p in model.parameters()]; bpb = evaluate_bpb("),
+    ]),
+    ("The loss", "train.py", ["test_train.py", "-k", "cross_entropy"], [
+        ("softcap=SOFTCAP, reduction=reduction)", "softcap=SOFTCAP)"),
     ]),
     ("The FLOPs", "train.py", ["test_train.py", "-k", "flops"], [
         ("+ (H - layer.full_heads) * layer.window", ""),
