@@ -314,7 +314,7 @@ def test_blocks_compile_with_exact_windows(monkeypatch, exact_windows, attention
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
-def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16(monkeypatch, capability, fast):
+def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(monkeypatch, capability, fast):
     allowed = []
 
     def attention(q, k, v, is_causal):
@@ -327,6 +327,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16(monkeypatch, capabili
     x, y, _ = next(batches())
     model(x, y)
     assert set(allowed) == {(fast, fast, True)}
+    assert train.make_scaler(model).is_enabled() != fast
 
 
 # -- Parameters: their groups and their initial values
@@ -409,26 +410,20 @@ def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
 
 
 @pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["MLP", "experts"])
-def test_a_copy_of_a_model_in_training_trains_as_the_model_does(config):
-    model, optimizer = build(config)
-    train_on(model, optimizer, 2)
-    twin = copy.deepcopy(model)
-    losses = train_on(twin, train.make_optimizer(twin), 8)
-    assert losses == train_on(model, train.make_optimizer(model), 8) and losses[-1] < losses[0] - 1
-
-
-@pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["MLP", "experts"])
-def test_training_goes_on_from_a_saved_state_as_if_nothing_had_happened(config):
+def test_a_copy_and_a_saved_state_train_on_as_the_model_itself_does(config):
     model, optimizer = build(config)
     train_on(model, optimizer, 3)
+    twin = copy.deepcopy(model)
     buffer = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], buffer)
     expected = train_on(model, optimizer, 8)
-    model, optimizer = build(config, seed=1)
     weights, state = torch.load(io.BytesIO(buffer.getvalue()))
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    assert train_on(model, optimizer, 8) == expected
+    other, _ = build(config, seed=1)
+    other.load_state_dict(weights)
+    for model in (twin, other):
+        optimizer = train.make_optimizer(model)
+        optimizer.load_state_dict(state)
+        assert train_on(model, optimizer, 8) == expected and expected[-1] < expected[0] - 1
 
 
 @pytest.mark.parametrize("option", [dict(betas=(0.9, 0.8)), dict(weight_decay=0.5)], ids=str)

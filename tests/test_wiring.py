@@ -201,13 +201,16 @@ def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is
     assert [step.progress for step in plain.steps] == pytest.approx([i / 10 for i in range(10)])
 
 
-@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (8, 8, 1), (1, 3, 3)])
-def test_a_step_accumulates_device_batches_to_its_total_batch(run, device_batch, sequences, batches):
-    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T)
+@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
+def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
+    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
     assert [len(step.batches) for step in record.steps] == [batches] * 5
     assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
     assert record.summary["num_steps"] == "5"
     assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+    for block in record.model.blocks:
+        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
+        assert one == -other and abs(one) in map(pytest.approx, (1, 3, 5))
 
 
 def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
@@ -247,13 +250,6 @@ def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_s
     assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
     epochs = [int(number) for number in re.findall(r"epoch (\d)", record.out)]
     assert epochs == [1 + (32 * step - 1) // epoch for step in range(2, 17)] and max(epochs) == 3
-
-
-def test_each_step_balances_the_experts(run):
-    model = run(8 * T * 3, num_experts=2).model
-    for block in model.blocks:
-        up, down = sorted(block.experts.bias.tolist())  # two experts: one's gain is the other's loss
-        assert up == -down and abs(up / train.BALANCE_RATE) in (pytest.approx(1), pytest.approx(3))
 
 
 def test_fp16_leaves_all_weights_as_they_are_in_steps_that_overflow_counts_them_and_learns_in_the_others(run):
