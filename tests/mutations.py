@@ -382,6 +382,8 @@ SECTIONS = [
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
         ("6 * matrices + 12", "2 * matrices + 12"),
         ("m.experts_per_token / len(m.bias)", "1 / len(m.bias)"),
+        ("peak = harness.this_gpu().peak_flops", "peak = gpu.peak_flops"),
+        ("clock.tokens / clock.elapsed()", "clock.steps / clock.elapsed()"),
     ]),
     ("The compiler", "train.py", ["test_train.py", "-k", "compiled_once or cudnn"], [
         ("BACKENDS[2 * (self.dtype == torch.float16) :]", "BACKENDS"),

@@ -480,11 +480,11 @@ def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypat
 # -- Warm-up and loop
 
 
-def run_loop(tokenizer, clock, monkeypatch, config=TINY, gpu=NO_GPU):
+def run_loop(tokenizer, clock, monkeypatch, config=TINY, device=CPU, gpu=NO_GPU):
     """train.train() on a CPU, with the tiny sizes."""
     config = dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size())
     monkeypatch.setattr(train, "pick_size", lambda gpu: config)
-    model, numbers = train.train(clock, tokenizer, CPU, 0, gpu)
+    model, numbers = train.train(clock, tokenizer, device, 0, gpu)
     assert not model.training, "an edit's dropout would be scored"
     return model, numbers
 
@@ -562,9 +562,17 @@ def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monk
     assert calls == [(step, True, (TINY.ngram_rows, TINY.n_embd)) for step in resets for _ in train.NGRAMS]
 
 
-def test_mfu_is_not_that_of_a_gpu_that_only_lends_its_size(monkeypatch, tokenizer):
-    _, numbers = run_loop(tokenizer, Clock(tokens=128), monkeypatch, gpu=GPU(None, 1.0))
-    assert numbers["mfu_percent"] == "0.00" and numbers["numerics"] == "float32/sdpa"
+def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lends_its_size(monkeypatch, tokenizer):
+    build_model, make_dataloader = train.build_model, train.make_dataloader
+    monkeypatch.setattr(train, "build_model", lambda config, _, gpu: build_model(config, CPU, gpu))
+    monkeypatch.setattr(train, "make_dataloader", lambda *args: make_dataloader(*args[:-1], CPU))
+    monkeypatch.setattr(harness, "this_gpu", lambda: GPU((7, 5), 1e6))
+    for kind in ("cuda", "cpu"):
+        clock = Clock(tokens=128 * 2)
+        model, numbers = run_loop(tokenizer, clock, monkeypatch, TINY, types.SimpleNamespace(type=kind), GPU(None, 1.0))
+        flops = model.flops_per_token() * 256 / clock.elapsed()
+        assert float(numbers["mfu_percent"]) == pytest.approx(100 * flops / 1e6 * (kind == "cuda"), rel=1e-3)
+    assert numbers["numerics"] == "float32/sdpa"
 
 
 def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch, tokenizer):
