@@ -505,7 +505,7 @@ class WithStatistics(train.GPT):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_a_run_with_warm_up_is_one_without_bit_for_bit(monkeypatch, tokenizer, one_thread, dtype, kind):
+def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, one_thread, dtype, kind):
     """Nothing of it knows that it was warmed up, so torch.optim.AdamW in place of our optimizer works as well."""
     monkeypatch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
     monkeypatch.setattr(train, "GPT", WithStatistics)
