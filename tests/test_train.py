@@ -40,10 +40,10 @@ def build(config=TINY, seed=0):
     return model, train.make_optimizer(model)
 
 
-def batches(config=TINY, seed=1):
+def batches(seed=1):
     """The same random batch forever."""
     torch.manual_seed(seed)
-    tokens = torch.randint(VOCAB, (config.device_batch_size, config.seq_len + 1))
+    tokens = torch.randint(VOCAB, (TINY.device_batch_size, TINY.seq_len + 1))
     return itertools.repeat((tokens[:, :-1], tokens[:, 1:], 1))
 
 
