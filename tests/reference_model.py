@@ -1,48 +1,43 @@
 """The model that ships, a second time: float64, one sequence and one head at a time, straight from the formulas.
 
-It shares no line with train.py. Every function takes plain tensors, so that autograd gives reference gradients too.
-A branch that changes the model is not asked to agree with it: delete test_reference_model.py there.
+It shares no line with train.py, only the names of the weights. Every function takes plain tensors, so that autograd
+gives reference gradients too. A branch that changes the model is not asked to agree with it: delete
+test_reference_model.py there.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GATE_CHANNELS = 32  # input channels that feed the head gates
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`.
-
-    A shift puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where
-    the window holds the whole sequence, there is one piece and no shift; so it is for the first `full_heads` heads.
-    With value_embed the token's embedding enters the values, and the first embeddings the stream.
-    """
-
-    window: int
-    full_heads: int = 0
-    shift: int = 0
-    value_embed: bool = False
+SLOPE = 0.3  # of the MLP's LeakyReLU^2 below zero
 
 
 @dataclass(frozen=True)
 class Model:
-    layers: tuple[Layer, ...]
+    """layers: objects with window, full_heads, shift and value_embed, as train.Layer.
+
+    Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`. A shift
+    puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where the
+    window holds the whole sequence, there is one piece and no shift; so it is for the first `full_heads` heads.
+    With value_embed the token's embedding enters the values, and the first embeddings the stream.
+    """
+
+    layers: tuple
     head_dim: int
-    sliding: bool = False  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
-    rope_base: float = 200_000
-    softcap: float = 12.0
-    slope: float = 0.3  # of the MLP's LeakyReLU^2 below zero
+    sliding: bool  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
+    rope_base: float
+    softcap: float
 
 
 def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def seen(model: Model, layer: Layer, h: int, t: int, T: int) -> tuple[int, int]:
+def seen(model: Model, layer, h: int, t: int, T: int) -> tuple[int, int]:
     """How many zeros head h of position t attends to, and the earliest of the positions before it."""
     window = T if h < layer.full_heads else layer.window
     if model.sliding:
@@ -50,6 +45,14 @@ def seen(model: Model, layer: Layer, h: int, t: int, T: int) -> tuple[int, int]:
     shift = layer.shift if window < T else 0
     begin = (t + shift) // window * window - shift  # of its piece
     return max(0, -begin), max(0, begin)
+
+
+def sliding_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal, (B, T, H, D) each, in their dtype: a position sees `window` earlier ones."""
+    at = torch.arange(q.size(1), device=q.device)
+    distance = at[:, None] - at
+    mask = (distance >= 0) & (distance <= window)
+    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask).transpose(1, 2)
 
 
 def ngram_row(tokens: list[int], t: int, n: int, rows: int) -> int:
@@ -63,102 +66,82 @@ def ngram_row(tokens: list[int], t: int, n: int, rows: int) -> int:
     return (signed >> 24) % rows
 
 
-def follower(tokens: list[int], t: int) -> int | None:
-    """The token after the last earlier place that ends in the same three tokens as place t."""
-
-    def last_three(s: int) -> list[int]:
-        return [0, 0, *tokens][s : s + 3]  # token 0 stands before the beginning
-
-    return next((tokens[s + 1] for s in range(t - 1, -1, -1) if last_three(s) == last_three(t)), None)
+def follower(tokens: list[int], t: int) -> int:
+    """The token after the last earlier place that ends in the same three tokens as place t; -1 if there is none."""
+    padded = [0, 0, *tokens]  # token 0 stands before the beginning
+    return next((tokens[s + 1] for s in range(t - 1, -1, -1) if padded[s : s + 3] == padded[t : t + 3]), -1)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
     """(T, D), the halves of D real and imaginary parts, to complex (T, D/2): frequency i turns by -t base^(-2i/D)."""
     T, D = x.shape
-    z = torch.complex(x[:, : D // 2], x[:, D // 2 :])
     angles = torch.tensor([[-t * base ** (-2 * i / D) for i in range(D // 2)] for t in range(T)], dtype=torch.float64)
-    return z * torch.polar(torch.ones_like(angles), angles)
+    return torch.complex(x[:, : D // 2], x[:, D // 2 :]) * torch.polar(torch.ones_like(angles), angles)
 
 
-def attention(model: Model, weights: dict[str, Tensor], i: int, x: Tensor, tokens: list[int]) -> Tensor:
-    """What layer i's attention adds to the residual stream (T, C)."""
-    layer, D, (T, C) = model.layers[i], model.head_dim, x.shape
-    n_head = C // D
+def attention(model: Model, layer, weights: dict[str, Tensor], x: Tensor, tokens: list[int]) -> Tensor:
+    """What a layer's attention adds to the residual stream (T, C)."""
+    D, (T, C) = model.head_dim, x.shape
     x = rms_norm(x)
-    q, k, v = (x @ w.T for w in weights[f"block.{i}.qkv"].chunk(3))  # (T, C) each
-    gates = 2 * torch.sigmoid(x[:, :GATE_CHANNELS] @ weights[f"block.{i}.gate"].T)  # (T, H), or (T, 2H)
+    q, k, v = (x @ w.T for w in weights["c_qkv.weight"].chunk(3))  # (T, C) each
+    gates = 2 * torch.sigmoid(x[:, :GATE_CHANNELS] @ weights["gate.weight"].T)  # (T, H), or (T, 2H)
     heads = []
-    for h in range(n_head):
+    for h in range(C // D):
         mine = slice(h * D, (h + 1) * D)
         values = v[:, mine]
         if layer.value_embed:
-            values = values + gates[:, n_head + h, None] * weights[f"block.{i}.value_embed"][tokens][:, mine]
-        queries = rotate(rms_norm(q[:, mine]), model.rope_base)
-        keys = rotate(rms_norm(k[:, mine]), model.rope_base)
+            values = values + gates[:, C // D + h, None] * weights["value_embed.weight"][tokens][:, mine]
+        queries, keys = (rotate(rms_norm(t[:, mine]), model.rope_base) for t in (q, k))
         # The slow half of the frequencies is the previous token's key, rotated where it stood; nothing at the beginning
         before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
         keys = torch.cat([keys[:, : D // 4], before[:, D // 4 :]], dim=1)
         rows = []
         for t in range(T):
             zeros, first = seen(model, layer, h, t, T)
-            scores = (queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)
-            weights_of_keys = scores.exp() / (zeros + scores.exp().sum())  # exp(0) for each zero
-            rows.append(weights_of_keys @ values[first : t + 1])
+            exps = ((queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)).exp()
+            rows.append(exps / (zeros + exps.sum()) @ values[first : t + 1])  # exp(0) for each zero
         heads.append(gates[:, h, None] * torch.stack(rows))
-    return torch.cat(heads, dim=1) @ weights[f"block.{i}.attn_out"].T
+    return torch.cat(heads, dim=1) @ weights["c_proj.weight"].T
 
 
-def mlp(model: Model, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+def mlp(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     """LeakyReLU^2 between matrices (width, C) and (C, width)."""
     hidden = x @ w_in.T
-    return torch.where(hidden > 0, hidden, model.slope * hidden) ** 2 @ w_out.T
+    return torch.where(hidden > 0, hidden, SLOPE * hidden) ** 2 @ w_out.T
 
 
-def experts(model: Model, weights: dict[str, Tensor], i: int, x: Tensor) -> Tensor:
-    """What layer i's experts add (T, C), one token at a time. x: (T, C), normalized.
+def experts(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What a layer's experts add (T, C), one token at a time. x: (T, C), normalized.
 
     A token's experts are those of the highest score plus bias, together 2C wide; the bias chooses and does not scale.
     """
-    scores = torch.sigmoid(x @ weights[f"block.{i}.router"].T)  # (T, E)
-    w_in, w_out = weights[f"block.{i}.experts_in"], weights[f"block.{i}.experts_out"]
-    ranked = (scores + weights[f"block.{i}.router_bias"]).argsort(-1, descending=True)
+    w_in, w_out, scores = weights["c_fc"], weights["c_proj"], torch.sigmoid(x @ weights["router.weight"].T)  # (T, E)
+    ranked = (scores + weights["bias"]).argsort(-1, descending=True)
     rows = []
     for t, names in enumerate(ranked[:, : 2 * x.size(-1) // w_in.size(1)].tolist()):
-        rows.append(sum(2 * scores[t, e] * mlp(model, x[t], w_in[e], w_out[e].T) for e in names))
+        rows.append(sum(2 * scores[t, e] * mlp(x[t], w_in[e], w_out[e].T) for e in names))
     return torch.stack(rows)
 
 
 def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """Logits (T, V) of one sequence.
+    """Logits (T, V) of one sequence. weights: those of a train.GPT and the biases of its routers, in float64."""
 
-    weights, in float64: embed (V, C), ngram.n (rows, C), induction (V + 1, C), whose last row stands for no follower,
-    lm_head (V, C), and of each block i, as block.i.qkv and so on:
-    qkv (3C, C), gate (H or 2H, GATE_CHANNELS), value_embed (V, C) where there is one, attn_out (C, C), mlp_in (4C, C),
-    mlp_out (C, 4C), residual_lambda (), x0_lambda () where there is a value_embed. With E experts, K to a token, mlp_in
-    and mlp_out have half the width, and there are router (E, C), router_bias (E,), experts_in and experts_out
-    (E, 2C / K, C).
-    """
-    embedded = weights["embed"][tokens]
-    for name in weights:
-        if name.startswith("ngram."):
-            table, n = weights[name], int(name.partition(".")[2])
-            embedded = embedded + table[[ngram_row(tokens, t, n, len(table)) for t in range(len(tokens))]]
-    followers = [follower(tokens, t) for t in range(len(tokens))]
-    embedded = embedded + weights["induction"][[-1 if token is None else token for token in followers]]
-    x = x0 = rms_norm(embedded)
-    for i in range(len(model.layers)):
-        x = weights[f"block.{i}.residual_lambda"] * x
-        if model.layers[i].value_embed:
-            x = x + weights[f"block.{i}.x0_lambda"] * x0
-        x = x + attention(model, weights, i, x, tokens)
+    def below(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+    places = range(len(tokens))
+    x = weights["embed.weight"][tokens]
+    for n, table in enumerate(below("ngram_embeds.").values(), start=2):
+        x = x + table[[ngram_row(tokens, t, n, len(table)) for t in places]]
+    x = x0 = rms_norm(x + weights["induction_embed.weight"][[follower(tokens, t) for t in places]])  # [-1]: none
+    for i, layer in enumerate(model.layers):
+        block = below(f"blocks.{i}.")
+        x = block["residual_lambda"] * x
+        if layer.value_embed:
+            x = x + block["x0_lambda"] * x0
+        x = x + attention(model, layer, below(f"blocks.{i}.attn."), x, tokens)
         h = rms_norm(x)
-        x = x + mlp(model, h, weights[f"block.{i}.mlp_in"], weights[f"block.{i}.mlp_out"])
-        if f"block.{i}.router" in weights:
-            x = x + experts(model, weights, i, h)
-    return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head"].T / model.softcap)
-
-
-def losses(logits: Tensor, targets: list[int]) -> Tensor:
-    """-log softmax of logits (T, V) at the targets, (T,); 0 where a target is -1."""
-    normalizer = logits.exp().sum(-1).log()
-    return torch.stack([normalizer[t] - logits[t, y] if y >= 0 else 0 * normalizer[t] for t, y in enumerate(targets)])
+        x = x + mlp(h, block["mlp.c_fc.weight"], block["mlp.c_proj.weight"])
+        if "experts.bias" in block:
+            x = x + experts(below(f"blocks.{i}.experts."), h)
+    return model.softcap * torch.tanh(rms_norm(x) @ weights["lm_head.weight"].T / model.softcap)

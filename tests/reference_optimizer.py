@@ -1,4 +1,4 @@
-"""The three optimizers that ship, a second time: float64, one matrix and one row at a time, from the papers' formulas.
+"""Muon and the Adam of tables, a second time: float64, one matrix and one row at a time, from the papers' formulas.
 
 Each class holds the state of one parameter; `step` changes it in place. It shares no line with train.py, and a branch
 that changes the optimizer is not asked to agree with it: delete test_reference_optimizer.py there.
@@ -17,21 +17,6 @@ QUINTICS = [
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
-
-
-class AdamW:
-    """Decoupled weight decay (https://arxiv.org/abs/1711.05101). p: float64, any shape."""
-
-    def __init__(self, p: Tensor):
-        self.p, self.m, self.v, self.steps = p, torch.zeros_like(p), torch.zeros_like(p), 0
-
-    def step(self, grad: Tensor, lr: float, betas: tuple[float, float], decay: float) -> None:
-        self.steps += 1
-        self.m += (1 - betas[0]) * (grad - self.m)
-        self.v += (1 - betas[1]) * (grad**2 - self.v)
-        mean, variance = self.m / (1 - betas[0] ** self.steps), self.v / (1 - betas[1] ** self.steps)
-        self.p *= 1 - lr * decay
-        self.p -= lr * mean / (variance.sqrt() + 1e-10)
 
 
 class SparseAdam:

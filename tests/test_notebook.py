@@ -1,12 +1,12 @@
 """colab.ipynb: what git holds of it, where it takes the code from, and 'Run all' without a GPU."""
 
+import io
 import json
 import os
 import re
 import shutil
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 SOURCES = {cell["id"]: "".join(cell["source"]) for cell in CELLS}
 SETTINGS: dict = {}
 exec(SOURCES["parameters"], SETTINGS)
-FILES = ("prepare.py", "train.py", "kernels.py", "harness.py")
 
 
 def test_git_holds_no_outputs_and_the_settings_of_a_run_that_counts():
@@ -47,18 +46,11 @@ def install_cell(folder: Path, monkeypatch, **settings) -> dict:
     return names
 
 
-def code_in(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name in FILES:
-        (folder / name).touch()
-    return folder
-
-
 @pytest.mark.parametrize("where", [".", "uploaded", "content/uploaded", "content/drive/MyDrive/mounted"])
 def test_a_folder_that_is_there_is_taken_and_nothing_is_cloned(where, tmp_path, monkeypatch):
-    folder = code_in(tmp_path / "home" / where)
-    names = install_cell(tmp_path / "home", monkeypatch)
-    assert Path.cwd() == folder
+    copy_files(tmp_path / where)
+    names = install_cell(tmp_path, monkeypatch)
+    assert Path.cwd() == tmp_path / where
     assert not any("git clone" in command for command in names["ran"])
 
 
@@ -77,32 +69,20 @@ def test_without_folder_and_address_the_remedy_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from(path, repository, tmp_path, monkeypatch):
-    class Jupyter(BaseHTTPRequestHandler):
-        def do_GET(self):
-            assert self.path == "/api/sessions"
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps([{"path": path, "name": "colab.ipynb"}]).encode())
+    def urlopen(url, **_):
+        assert url == "http://127.0.0.1:9000/api/sessions"
+        return io.BytesIO(json.dumps([{"path": path, "name": "colab.ipynb"}]).encode())
 
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Jupyter)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
-    monkeypatch.setitem(SOURCES, "install", SOURCES["install"].replace(":9000/", f":{server.server_port}/"))
-    try:
-        if repository is None:
-            with pytest.raises(AssertionError, match="REPOSITORY"):
-                install_cell(tmp_path, monkeypatch)
-            return
-        (tmp_path / "autoresearch").mkdir()  # what git would make
-        names = install_cell(tmp_path, monkeypatch)
-        assert names["REPOSITORY"] == f"https://github.com/{repository}"
-        assert names["ran"][0] == f"git clone -q --depth 50 https://github.com/{repository} autoresearch"
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    if repository is None:
+        with pytest.raises(AssertionError, match="REPOSITORY"):
+            install_cell(tmp_path, monkeypatch)
+        return
+    (tmp_path / "autoresearch").mkdir()  # what git would make
+    names = install_cell(tmp_path, monkeypatch)
+    assert names["REPOSITORY"] == f"https://github.com/{repository}"
+    assert names["ran"][0] == f"git clone -q --depth 50 https://github.com/{repository} autoresearch"
 
 
 @pytest.mark.slow

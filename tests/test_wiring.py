@@ -11,10 +11,9 @@ import io
 import itertools
 import math
 import re
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -31,10 +30,9 @@ import train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 T = 64  # tokens in a sequence
+TINY = train.Config(2, 64, 32, T, T, 2, 2, 8 * T, 512)  # four device batches of two sequences to a step
 VALIDATION = texts(6542, count=8)
-
-
-# -- Adapters: all that this file knows about train.py's names and the way a run is started
+Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +54,27 @@ def tokenizer(tiny_cache) -> prepare.Tokenizer:
 
 
 @dataclass
-class Run:
-    """What happened between the start and the stop of the clock, and afterwards."""
+class Step:
+    progress: float  # that its schedules were set for
+    number: int
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    gradient: torch.Tensor = None  # of lm_head, as the optimizer got it
+    weights: Weights = None  # that the step has left
 
-    steps: list["Step"] = field(default_factory=list)
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)  # weights when the clock started
-    evaluated: list[tuple[int, ...]] = field(default_factory=list)  # shapes of the batches that were scored
+
+@dataclass
+class Run:
+    """What happened from the first step on."""
+
+    steps: list[Step] = field(default_factory=list)
+    initial: Weights = None
+    evaluated: set[tuple[int, ...]] = field(default_factory=set)  # shapes of the batches that were scored
     model: torch.nn.Module = None
     out: str = ""
 
     @property
-    def final(self) -> dict[str, torch.Tensor]:
-        """Weights after the last step."""
+    def final(self) -> Weights:
         return self.steps[-1].weights
 
     @property
@@ -80,22 +87,7 @@ class Run:
         return torch.cat([torch.stack(batch, dim=1) for step in self.steps for batch in step.batches])
 
 
-@dataclass
-class Step:
-    progress: float  # that its schedules were set for
-    number: int
-    batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    gradient: torch.Tensor = None  # of lm_head, as the optimizer got it
-    weights: dict[str, torch.Tensor] = None  # that the step has left
-
-
-def settings(**changes) -> train.Config:
-    """A tiny configuration: four device batches of two sequences to a step."""
-    return dataclasses.replace(train.Config(2, 64, 32, T, T, 2, 2, 8 * T, 512), **changes)
-
-
-def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
+def weights_of(model: train.GPT) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -103,69 +95,57 @@ def weights_of(model: train.GPT) -> dict[str, torch.Tensor]:
 def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
     """Runs train.py's command line for so many tokens."""
 
-    def run(tokens: int, *args: str, config=None, dtype=torch.float32, memory=math.inf, loss_scale=None) -> Run:
+    def run(tokens: int, *args: str, dtype=torch.float32, memory=math.inf, loss_scale=None, **sizes) -> Run:
         """memory: sequences in one device batch that do not fit any longer; loss_scale: in fp16, at the start."""
-        record, training, out = Run(), [], io.StringIO()
+        record, out = Run(), io.StringIO()
         init, forward, step = train.GPT.__init__, train.GPT.forward, train.MuonAdamW.step
-        start, stop, set_schedules = harness.Clock.start, harness.Clock.stop, train.set_schedules
+        set_schedules = train.set_schedules
 
         def on_init(model, *args):
             record.model = model
             init(model, *args)
+
+        def on_schedules(optimizer, progress, number):
+            record.initial = record.initial or weights_of(record.model)
+            record.steps.append(Step(progress, number))
+            set_schedules(optimizer, progress, number)
 
         def on_forward(model, idx, targets=None, reduction="mean"):
             if len(idx) >= memory:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             loss = forward(model, idx, targets, reduction)
             if reduction == "none":
-                record.evaluated.append(tuple(idx.shape))
-            elif training:
+                record.evaluated.add(tuple(idx.shape))
+            elif record.steps and targets is not None:  # no warm-up, no sample
                 record.steps[-1].batches.append((idx.clone(), targets.clone()))
                 record.steps[-1].losses.append(loss.item())
             return loss
 
         def on_step(optimizer):
-            if training:
-                record.steps[-1].gradient = record.model.lm_head.weight.grad.clone()
+            gradient = record.model.lm_head.weight.grad.clone()
             step(optimizer)
-            if training:
-                record.steps[-1].weights = weights_of(record.model)
-
-        def on_schedules(optimizer, progress, number):
-            if training:
-                record.steps.append(Step(progress, number))
-            set_schedules(optimizer, progress, number)
-
-        def on_start(clock):
-            record.initial = weights_of(record.model)
-            training.append(True)
-            start(clock)
-
-        def on_stop(clock):
-            training.clear()
-            return stop(clock)
+            if record.steps:
+                record.steps[-1].gradient, record.steps[-1].weights = gradient, weights_of(record.model)
 
         folder = tmp_path_factory.mktemp("run")
-        with pytest.MonkeyPatch.context() as patch, signals_restored():
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
             patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
             patch.setattr(harness, "RESULTS", folder / "results.tsv")
-            patch.setattr(harness, "WEIGHTS", folder / "model.safetensors")
+            patch.setattr(harness, "handle_signals", lambda handler: None)
             patch.setattr(train.GPT, "__init__", on_init)
             patch.setattr(train.GPT, "forward", on_forward)
             patch.setattr(train.MuonAdamW, "step", on_step)
             patch.setattr(train, "set_schedules", on_schedules)
-            patch.setattr(harness.Clock, "start", on_start)
-            patch.setattr(harness.Clock, "stop", on_stop)
-            patch.setattr(train, "SIZES", ((0, config or settings()),))
+            patch.setattr(train, "SIZES", ((0, dataclasses.replace(TINY, **sizes)),))
             patch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
             if loss_scale:
-                patch.setattr(train, "make_scaler", lambda model: torch.amp.GradScaler("cpu", init_scale=loss_scale))
+                scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, growth_interval=10)
+                patch.setattr(train, "make_scaler", lambda model: copy.deepcopy(scaler))
             patch.setattr(torch.cuda, "is_available", lambda: False)
             patch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast the run
             patch.setattr(gc, "collect", lambda: 0)  # takes longer than the run in a process with so many objects
             patch.setattr(sys, "argv", ["train.py", "--tokens", str(tokens), *args])
-            with redirect_stdout(out):
-                harness.run(train.train, train.build_model)
+            harness.run(train.train, train.build_model)
         record.out = out.getvalue()
         return record
 
@@ -178,33 +158,14 @@ def plain(run) -> Run:
     return run(8 * T * 10, "--seed", "7")
 
 
-@contextmanager
-def signals_restored():
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def freshly_built(config: train.Config, tokenizer, seed: int) -> dict[str, torch.Tensor]:
-    """The initial weights of a seed, with nothing having happened between."""
-    model = train.GPT(dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size()), torch.float32, "sdpa")
-    torch.manual_seed(seed)
-    model.init_weights()
-    return weights_of(model)
-
-
-def with_weights(model: train.GPT, weights: dict[str, torch.Tensor]) -> train.GPT:
+def with_weights(model: train.GPT, weights: Weights) -> train.GPT:
     model = copy.deepcopy(model)
     for name, p in model.named_parameters():
         p.data, p.grad = weights[name], None
     return model
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
@@ -217,12 +178,10 @@ def bits_per_byte(model, tokenizer) -> float:
     stream = [token for ids in tokenizer.encode(VALIDATION, prepend=bos) for token in ids]
     nats, nbytes = 0.0, 0
     for start in range(0, len(stream) - 1, T):
-        targets = stream[start + 1 : start + T + 1]
-        window = stream[start : start + T]
-        padded = torch.tensor([window + [0] * (T - len(window))])
+        window = torch.tensor([stream[start : start + T]])
         with torch.no_grad():
-            log_p = model(padded)[0].double().log_softmax(-1)
-        for position, target in enumerate(targets):
+            log_p = model(torch.nn.functional.pad(window, (0, T - window.size(1))))[0].double().log_softmax(-1)
+        for position, target in enumerate(stream[start + 1 : start + T + 1]):
             if target != bos:
                 nats -= log_p[position, target].item()
                 nbytes += len(tokenizer.encoding.decode_single_token_bytes(target))
@@ -237,14 +196,21 @@ def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_s
 # -- Steps
 
 
-@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (8, 8, 1), (1, 3, 3)])
-def test_a_step_accumulates_device_batches_to_its_total_batch(run, device_batch, sequences, batches):
-    config = settings(device_batch_size=device_batch, total_batch_size=sequences * T)
-    record = run(5 * sequences * T, config=config)
+def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is_spent(plain):
+    assert [step.number for step in plain.steps] == list(range(10))
+    assert [step.progress for step in plain.steps] == pytest.approx([i / 10 for i in range(10)])
+
+
+@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
+def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
+    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
     assert [len(step.batches) for step in record.steps] == [batches] * 5
     assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
     assert record.summary["num_steps"] == "5"
     assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+    for block in record.model.blocks:
+        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
+        assert one == -other and abs(one) in map(pytest.approx, (1, 3, 5))
 
 
 def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
@@ -257,11 +223,11 @@ def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earli
 
 
 def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_is(plain, run):
-    halved = run(8 * T * 10, "--seed", "7", config=settings(device_batch_size=8), memory=3)
+    halved = run(8 * T * 10, "--seed", "7", device_batch_size=8, memory=3)
     assert halved.out.count("Out of memory") == 2
     assert torch.equal(halved.text, plain.text) and len(halved.steps) == 10
     assert {batch[0].shape for step in halved.steps for batch in step.batches} == {(2, T)}
-    assert set(halved.evaluated) == {(2, T)}, "what did not fit in training is not tried in evaluation"
+    assert halved.evaluated == {(2, T)}, "what did not fit in training is not tried in evaluation"
     assert equal(halved.final, plain.final)
 
 
@@ -275,15 +241,10 @@ def test_the_first_printed_loss_is_the_mean_over_the_total_batch_in_nats(plain):
     assert printed == pytest.approx(np.mean(plain.steps[0].losses), abs=1e-4)
 
 
-def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is_spent(plain):
-    assert [step.number for step in plain.steps] == list(range(10))
-    assert [step.progress for step in plain.steps] == pytest.approx([i / 10 for i in range(10)])
-
-
 def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer, monkeypatch):
     ticks = itertools.count(0, 10)
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(ticks))  # so every step prints its line
-    record = run(16 * T * 32, config=settings(device_batch_size=16, total_batch_size=32 * T))
+    record = run(16 * T * 32, device_batch_size=16, total_batch_size=32 * T)
     seen = [tuple(row) for row in record.text[:, 0].tolist()]
     epoch = seen.index(seen[0], 1)
     assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
@@ -291,30 +252,29 @@ def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_s
     assert epochs == [1 + (32 * step - 1) // epoch for step in range(2, 17)] and max(epochs) == 3
 
 
-# -- Seeds and warm-up
+def test_in_fp16_steps_that_overflow_change_no_weight_and_are_counted_and_the_others_learn(run):
+    """One device batch: CPUs cannot add sparse gradients in fp16."""
+    record = run(8 * T * 40, dtype=torch.float16, loss_scale=2.0**32, device_batch_size=8)
+    skipped = [equal(a, b) for a, b in pairwise([record.initial, *(step.weights for step in record.steps)])]
+    assert skipped[0] and 3 < sum(skipped) < 30, skipped
+    assert record.summary["skipped_steps"] == str(sum(skipped))
+    assert {p.dtype for name, p in record.final.items() if "ngram" in name} == {torch.float16}
+    assert all(p.isfinite().all() for p in record.final.values())
+    assert record.steps[-1].losses[0] < record.steps[0].losses[0] - 1
+
+
+# -- Seeds
 
 
 def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, tokenizer):
     other = run(8 * T * 10, "--seed", "8")
+    config = dataclasses.replace(TINY, vocab_size=tokenizer.get_vocab_size())
     for seed, record in ((7, plain), (8, other)):
-        assert equal(record.initial, freshly_built(settings(), tokenizer, seed))
+        model = train.GPT(config, torch.float32, "sdpa")
+        torch.manual_seed(seed)
+        model.init_weights()
+        assert equal(record.initial, weights_of(model)), "nothing else has drawn from it"
     assert not equal(plain.initial, other.initial)
     assert torch.equal(plain.text, other.text)
     again = run(8 * T * 10, "--seed", "7")
     assert equal(again.final, plain.final) and again.summary["val_bpb"] == plain.summary["val_bpb"]
-
-
-def test_each_step_balances_the_experts(run):
-    model = run(8 * T * 3, config=settings(num_experts=2)).model
-    for block in model.blocks:
-        up, down = sorted(block.experts.bias.tolist())  # two experts: one's gain is the other's loss
-        assert up == -down and abs(up / train.BALANCE_RATE) in (pytest.approx(1), pytest.approx(3))
-
-
-def test_a_step_whose_gradients_overflow_leaves_the_weights_as_they_are_and_is_counted(run):
-    one_batch = settings(device_batch_size=8)  # CPUs cannot add sparse gradients in fp16
-    record = run(8 * T * 20, dtype=torch.float16, loss_scale=2.0**32, config=one_batch)
-    weights = [record.initial, *(step.weights for step in record.steps)]
-    skipped = [equal(before, after) for before, after in pairwise(weights)]
-    assert skipped[0] and not skipped[-1], "the scale has fallen far enough"
-    assert record.summary["skipped_steps"] == str(sum(skipped))

@@ -7,6 +7,7 @@ Where a start goes, from `python train.py` until the clock starts: samples of wh
 Prints the seconds of each phase, and of each kind of work in it, after a run of one step that is not logged.
 """
 
+import argparse
 import os
 import runpy
 import sys
@@ -68,9 +69,12 @@ def show(seconds: Counter) -> None:
 
 
 def main() -> None:
-    seconds, started, options = Counter(), threading.Event(), [o for o in sys.argv[1:] if o != "--warm"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warm", action="store_true", help="keep the caches of PyTorch and Triton")
+    args, options = parser.parse_known_args()
+    seconds, started = Counter(), threading.Event()
     with tempfile.TemporaryDirectory() as folder:
-        if "--warm" not in sys.argv:
+        if not args.warm:
             os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         threading.Thread(target=sample, args=(seconds, threading.get_ident(), started), daemon=True).start()
         import harness
