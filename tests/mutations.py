@@ -34,7 +34,7 @@ LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject
 # (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
     ("Keep rules", "tests/bench/keep_rules.py", ["test_keep_rules.py"], [
-        ("lead <= bar) or", "lead < -bar) or"),
+        ("if lead > bar and", "if lead < bar and"),
         ("best, won[everyone] = everyone, scores", "best, won[everyone] = everyone + everyone, scores"),
         ("i not in squares for i", "i in squares for i"),
         ("np.zeros((1, q), bool), linalg", "np.ones((1, q), bool), linalg"),
