@@ -33,6 +33,17 @@ LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject
 
 # (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
+    ("Keep rules", "tests/bench/keep_rules.py", ["test_keep_rules.py"], [
+        ("if lead > bar and", "if lead < bar and"),
+        ("best, won[everyone] = everyone, scores", "best, won[everyone] = everyone + everyone, scores"),
+        ("i not in squares for i", "i in squares for i"),
+        ("np.zeros((1, q), bool), linalg", "np.ones((1, q), bool), linalg"),
+        ("self.ideas[self.pairs].min(1)", "self.ideas[self.pairs].max(1)"),
+        ("special.stdtr(df, -t)", "special.stdtr(df, t)"),
+        ("refuted = ~real & (t <= 0)", "refuted = ~real & (t > 0)"),
+        (">= full - rule.margin * sd", "<= full - rule.margin * sd"),
+        ("return stays, real, runs + (2 + number) * rule.check", "return real, real, runs"),
+    ]),
     ("The model", "train.py", MODEL, [
         ("torch.cat([angles.sin(), -angles.sin()], -1)", "torch.cat([-angles.sin(), angles.sin()], -1)"),
         ("inverse_freq = ROPE_BASE **", "inverse_freq = 10_000 **"),
