@@ -156,8 +156,8 @@ def cache_dir() -> Path:
 def current_dataset() -> Path:
     """Folder of this clone's dataset, else of the one prepared last. Raises PrepareError if there is none."""
     name = read(DATASET) or read(cache_dir() / "current")
-    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (cache_dir() / name).is_dir():
-        return cache_dir() / name
+    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (directory := cache_dir() / name).is_dir():
+        return directory
     missing = f"{name!r:.99} is not prepared" if name else "no data prepared"
     remedy = "run `python prepare.py` first, or set AUTORESEARCH_CACHE to where it is"
     raise PrepareError(f"{missing} in {cache_dir()}: {remedy}")
@@ -310,7 +310,7 @@ Part = tuple[Path, int, int | None]  # documents [start, stop) of a file, or of 
 Files = Iterable[tuple[str, Iterable[str]]]  # each file of a dataset: its name, and the texts to make it of
 
 
-def find_source(data: str) -> tuple[str, Callable[[int | None], Files]]:
+def find_source(data: str) -> tuple[str, Callable]:
     """A dataset's name, which depends on text and constants, and its files by number of train shards (None: all)."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
@@ -444,7 +444,7 @@ def parquet_column(path: Path) -> Iterator[str | None]:
     try:
         with pq.ParquetFile(path) as file:
             if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
-                raise TypeError(f"its column `text` has the type {kind}")
+                raise TypeError(kind)
             for batch in file.iter_batches(256, columns=["text"]):
                 yield from batch.column(0).to_pylist()
     except Exception as error:
@@ -577,13 +577,13 @@ def default_shards(data: str, name: str) -> int | None:
 
 def is_ready(directory: Path) -> bool:
     with suppress(PrepareError):
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = Tokenizer(directory)
         return all(TokenStream(tokenizer, split) for split in SPLITS)
     return False
 
 
 def build(directory: Path, files: Files, siblings: list[Path]) -> None:
-    """Makes or links what is missing. Siblings are the same dataset with other numbers of shards."""
+    """Makes or links what is missing. siblings: the same dataset with other numbers of shards."""
     directory.mkdir(exist_ok=True)
     train_shards = 0
     for name, texts in files:
@@ -593,7 +593,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
                 os.link(sibling / name, path)
         train_shards += name.startswith("train")
         with suppress(PrepareError):
-            tokenizer = Tokenizer.from_directory(directory)
+            tokenizer = Tokenizer(directory)
             if name != "tokenizer.txt":
                 open_shard(path, tokenizer.fingerprint, verify=True)
             continue
@@ -642,7 +642,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-        tokenizer = Tokenizer.from_directory(directory)
+        tokenizer = Tokenizer(directory)
         sizes = [f"{len(TokenStream(tokenizer, split, args.verify)) / 1e6:.1f} M {split}" for split in SPLITS]
         print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:

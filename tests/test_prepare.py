@@ -319,64 +319,31 @@ class Bigram(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits, y.view(-1), ignore_index=-1, reduction=reduction)
 
 
-def scored(tokenizer: Tokenizer, tokens: int) -> tuple[list[int], int]:
-    """Targets that count (no BOS), and their bytes, one at a time from the text itself."""
-    targets = stream_of(tokenizer, texts(6542))[1 : tokens + 1]
-    targets = [t for t in targets if t != tokenizer.get_bos_token_id()]
+@pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 50), (7, 333), (16, 2048)])
+@pytest.mark.parametrize("limit", [1234, EVAL_TOKENS])
+@pytest.mark.parametrize(("split", "seed"), [("val", 6542), ("test", 6541)])
+def test_bpb_scores_every_target_exactly_once_in_batches_of_one_shape(
+    tokenizer, device, monkeypatch, capsys, split, seed, limit, B, T
+):
+    """A split of fewer targets than EVAL_TOKENS is scored whole, and said so."""
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", limit)
+    model, stream = Uniform(tokenizer.get_vocab_size(), device), stream_of(tokenizer, texts(seed))
+    bpb = evaluate_bpb(model, tokenizer, B, T, split)
+    n = min(limit, len(stream) - 1)
+    x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
+    assert x[:n].tolist() == stream[:n] and y[:n].tolist() == stream[1 : n + 1] and (y[n:] == -1).all()
+    assert {(x.shape, y.shape) for x, y in model.asked} == {((B, T), (B, T))} and len(model.asked) == -(-n // (B * T))
+    targets = [t for t in stream[1 : n + 1] if t != tokenizer.get_bos_token_id()]
     nbytes = sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
-    if tokens == EVAL_TOKENS:
-        assert nbytes == sum(len(document.encode()) for document in texts(6542))
-    return targets, nbytes
-
-
-@pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 100), (7, 333), (16, 2048)])
-@pytest.mark.parametrize("tokens", [1000, EVAL_TOKENS])
-def test_bpb_of_a_uniform_model_is_log2_vocab_times_targets_over_bytes(tokenizer, device, monkeypatch, B, T, tokens):
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", tokens)
-    vocab = tokenizer.get_vocab_size()
-    targets, nbytes = scored(tokenizer, tokens)
-    assert (len(targets) % (B * T)) != 0  # there is a remainder
-    bpb = evaluate_bpb(Uniform(vocab, device), tokenizer, B, T)
-    assert bpb == pytest.approx(math.log2(vocab) * len(targets) / nbytes, rel=1e-6)
+    assert limit == 1234 or nbytes == sum(len(document.encode()) for document in texts(seed))
+    assert bpb == pytest.approx(math.log2(model.vocab) * len(targets) / nbytes, rel=1e-6)
+    assert (f"the {split} split holds {n:,} targets" in capsys.readouterr().out) == (n < limit)
 
 
 def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
     model = Bigram(tokenizer.get_vocab_size(), device)
     values = [evaluate_bpb(model, tokenizer, B, T) for B, T in ((1, 128), (3, 128), (16, 128), (2, 999))]
     assert values == pytest.approx([values[0]] * 4, rel=1e-9)
-
-
-def test_every_target_is_asked_exactly_once_in_batches_of_one_shape(tokenizer, device, monkeypatch):
-    model = Uniform(tokenizer.get_vocab_size(), device)
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 1234)
-    evaluate_bpb(model, tokenizer, 3, 50)
-    assert {(x.shape, y.shape) for x, y in model.asked} == {((3, 50), (3, 50))}
-    x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
-    stream = stream_of(tokenizer, texts(6542))
-    assert x[:1234].tolist() == stream[:1234] and y[:1234].tolist() == stream[1:1235]
-    assert (y[1234:] == -1).all() and len(model.asked) == math.ceil(1234 / 150)
-
-
-def test_the_test_split_is_scored_like_val_when_asked_for(tokenizer, device):
-    model = Uniform(tokenizer.get_vocab_size(), device)
-    bpb = evaluate_bpb(model, tokenizer, 3, 50, split="test")
-    stream = stream_of(tokenizer, texts(6541))
-    asked = torch.cat([y.flatten() for _, y in model.asked])
-    assert asked[: len(stream) - 1].tolist() == stream[1:] and (asked[len(stream) - 1 :] == -1).all()
-    targets = len(stream) - len(texts(6541))  # no BOS
-    nbytes = sum(len(document.encode()) for document in texts(6541))
-    assert bpb == pytest.approx(math.log2(model.vocab) * targets / nbytes, rel=1e-6)
-
-
-def test_a_short_validation_split_is_scored_whole_and_said_so(tokenizer, device, capsys, monkeypatch):
-    model = Uniform(tokenizer.get_vocab_size(), device)
-    evaluate_bpb(model, tokenizer, 4, 64)
-    total = len(prepare.TokenStream(tokenizer, "val"))
-    assert sum((y >= 0).sum().item() for _, y in model.asked) == total - 1
-    assert f"{total - 1:,} targets" in capsys.readouterr().out
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", total - 1)
-    evaluate_bpb(model, tokenizer, 4, 64)
-    assert not capsys.readouterr().out
 
 
 def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, device):

@@ -405,7 +405,9 @@ def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
         patch.setattr("torch.cuda.is_available", lambda: True)
         patch.setattr("torch.cuda.get_device_capability", lambda: capability)
         assert count() == shards and "no GPU" not in capsys.readouterr().out
-    assert count() == shards  # and never fewer again, unless asked for
+        prepare.prepare(num_shards=5)
+        assert count() == max(5, shards)
+    assert count() == max(5, shards)  # and never fewer again, unless asked for
     prepare.prepare(num_shards=12)
     assert count() == 12
     assert prepare.prepare(num_shards=1).name.endswith("x1")
