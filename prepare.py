@@ -314,7 +314,7 @@ def find_source(data: str) -> tuple[str, Callable]:
     """A dataset's name, which depends on text and constants, and its files by number of train shards (None: all)."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
-        label, files = data, lambda n: read_parts(source_parts(data, n), contents)
+        label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
     else:
         label, contents, files = find_folder(Path(data).resolve())
     sizes = [VOCAB_SIZE, EVAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS, SHARD_CHARS]
@@ -482,7 +482,9 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
             try:
                 future.set_result(download(path, repo, endpoint) if path else get_session().head(endpoint, timeout=5))
             except Exception as error:
-                return future.set_exception(error)
+                future.set_exception(error)
+                if future is reached:
+                    return
 
     # a daemon, so the process can end without it; looking up a name has no timeout
     threading.Thread(target=work, daemon=True).start()

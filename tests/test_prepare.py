@@ -190,17 +190,6 @@ def test_shards_hold_each_document_after_bos(tokenizer, corpus):
     assert i == 2
 
 
-def test_another_dataset_made_current_during_a_run_does_not_change_the_runs_data(tokenizer, prepared, tmp_path):
-    write_parquet(tmp_path / "other" / "a.parquet", texts(99))
-    current = (prepared / "current").read_bytes()
-    before = next(make_dataloader(tokenizer, 2, 16, "val", "cpu"))[0]
-    try:
-        prepare.prepare(str(tmp_path / "other"))
-        assert torch.equal(next(make_dataloader(tokenizer, 2, 16, "val", "cpu"))[0], before)
-    finally:
-        (prepared / "current").write_bytes(current)
-
-
 # Loader
 
 

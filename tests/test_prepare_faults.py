@@ -240,6 +240,15 @@ def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hu
         assert not server.ranges() and sum(hurried) <= 10 * 60
 
 
+def test_a_missing_file_does_not_stop_the_next_download(parquet, hurried, tmp_path, monkeypatch):
+    with FaultyServer({A_PARQUET: parquet}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        gone, here = prepare.download_ahead("some/data", [tmp_path / "gone.parquet", tmp_path / "a.parquet"]).values()
+        here.result(60)
+        with pytest.raises(PrepareError, match=r"gone\.parquet of some/data: .*404"):
+            gone.result(60)
+
+
 def test_a_file_that_is_there_is_not_asked_for(tmp_path):
     (tmp_path / "a.parquet").touch()
     assert prepare.download_ahead("some/data", [tmp_path / "a.parquet"]) == {}
