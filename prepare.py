@@ -306,8 +306,8 @@ SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
 SHARD_CHARS = 2**26  # per train shard of a folder of one's own
 
-Part = tuple[Path, int, int | None]  # documents [start, stop) of a file, or of the standard library's folder
-Files = Iterable[tuple[str, Iterable[str]]]  # each file of a dataset: its name, and the texts to make it of
+Part = tuple[Path, int, int | None]  # documents [start, stop) of a file or of the standard library
+Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: names, and texts to make them of
 
 
 def find_source(data: str) -> tuple[str, Callable]:
@@ -328,7 +328,7 @@ def find_folder(folder: Path):
     visible = [path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}"]
     paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
     if not paths:
-        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder, or {' or '.join(HUB)}")
+        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-") or "folder"
     if label in SOURCES:
         label += "-folder"
@@ -338,7 +338,7 @@ def find_folder(folder: Path):
         parquet.sort(key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
         contents = [(path.name, hashes[path]) for path in parquet]
         return label, contents, lambda n: read_parts(climbmix_like_parts(parquet, n))
-    paths.sort(key=hashes.get)  # their names and times do not matter
+    paths.sort(key=hashes.get)  # names do not matter
     return label, sorted(hashes.values()), lambda n: own_files(paths, n)
 
 
@@ -397,7 +397,7 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
     sizes = {digest: len(text) for digest, text in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        raise PrepareError(f"{len(order)} documents are too few for train, validation and test: give more text")
+        raise PrepareError(f"{len(order)} documents are too few for three splits: give more text")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield SHARD("test", 0), in_order(test)
@@ -428,12 +428,12 @@ def documents(path: Path) -> Iterator[str | None]:
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-        yield from filter(None, ((path / name).read_text("utf-8", errors="replace") for name in names))
+        yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # a document ends at <|endoftext|>, or at the last newline within 8 Ki characters: a book is many
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it, with iconv say") from None
+            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it") from None
         for book in text.split("<|endoftext|>"):
             yield from re.findall(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", book.strip("\n"))
 
@@ -449,7 +449,7 @@ def parquet_column(path: Path) -> Iterator[str | None]:
                 yield from batch.column(0).to_pylist()
     except Exception as error:
         problem = f"{path} is damaged, or has no column `text` of strings ({one_line(error)})"
-        raise PrepareError(f"{problem}: delete or replace it, or rename its text column to `text`") from None
+        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
 def one_line(error: BaseException) -> str:
