@@ -152,12 +152,16 @@ def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
         tl.store(x + at, tl.load(x + at, mask=at < n).to(tl.float32) * f, mask=at < n)
 
 
+def _tracing(x):
+    """Whether torch.compile is tracing. Before torch 2.13 only x's type shows it while AOTAutograd traces."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def _scaled(grad, factor):
     """A saved gradient times factor, () or one per row: in fp32, and in place if possible."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative")
-    tracing = torch.compiler.is_compiling() or type(grad) is not Tensor  # AOTAutograd before torch 2.13: the latter
-    if tracing or torch._C._autograd._get_current_graph_task_keep_graph():  # with retain_graph
+    if _tracing(grad) or torch._C._autograd._get_current_graph_task_keep_graph():  # with retain_graph
         return (grad * factor.view(-1, 1)).to(grad.dtype)  # a factor () would be rounded to grad's dtype first
     if factor.dim() or not (grad.is_cuda and grad.is_contiguous()):
         return grad.mul_(factor.view(-1, 1))
@@ -191,10 +195,12 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses (N,), lse (N,), dx (N, D) and dw (V, D), all but dx in fp32; what is not needed is (0,)."""
-    in_fp32 = functools.partial(x.new_empty, dtype=torch.float32)
-    lse, dw = in_fp32(0 if need_dx or need_dw else len(x)), in_fp32(weight.shape if need_dw else 0)
-    return in_fp32(len(x)), lse, x.new_empty(x.shape if need_dx else 0), dw
+    """Empty losses, lse, dx, dw. dw sums up chunks in fp32, for a bf16 weight in bf16 if that rounds at most twice."""
+    few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
+    dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
+    lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)
+    dx, dw = x.new_empty(x.shape if need_dx else 0), x.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype)
+    return x.new_empty(len(x), dtype=torch.float32), lse, dx, dw
 
 
 @torch.library.custom_op("autoresearch::linear_cross_entropy", mutates_args=())
@@ -202,7 +208,8 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor | None, softcap: float | None,
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses and either lse or gradients of sum(row_scale * losses + lse_scale * lse). row_scale: () or (N,)."""
+    """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
+    sum(row_scale * losses + lse_scale * lse). row_scale: () or (N,)."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
@@ -342,10 +349,11 @@ def fused_cross_entropy(
 # code nearest to w / absmax, and each byte holds two, the first in its high half. nf4: 16 quantiles of N(0, 1),
 # https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
 #
-# y = x W^T and dx = dy W both dequantize W. If the graph showed it, torch.compile would merge the two nodes and save W,
-# even under no_grad. So the op contains the GEMM.
+# y = x W^T and dx = dy W both dequantize W. If the graph showed this, torch.compile would merge the two equal nodes and
+# save W for the backward, even under no_grad. So the op contains the GEMM.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FEW_ROWS = 16  # up to so many rows of x, bitsandbytes' CUDA op needs one launch and no dequantized W
 
 
 def _check_format(shape, quant_type, block_size):
@@ -366,15 +374,20 @@ def _bitsandbytes():
 
 
 @torch.no_grad()
-def quantize_4bit(w: Tensor, quant_type: str = "nf4", block_size: int = 64) -> tuple[Tensor, Tensor]:
+def quantize_4bit(
+    w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
+) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    A NaN or inf is no error, since the host does not wait: it shows in absmax, and so in the outputs."""
+    The check waits for the GPU. Without it, a block with a NaN or inf has such an absmax."""
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
     packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
     # not its absmax: on CUDA that ignores NaN, and the loss would stay finite
-    return packed, torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
+    absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
+    if check_finite and not absmax.isfinite().all():
+        raise ValueError("w holds NaN or inf")
+    return packed, absmax
 
 
 @jit
@@ -396,10 +409,19 @@ def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP
         tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
 
+_launchers = {}  # of compiled kernels: Triton's own lookup takes two to three times the host time
+
+
 def _dequantize_triton(packed, absmax, code, out, block_size):
     n_words = out.numel() // 8
-    words, grid = packed.view(-1).view(torch.int32), (triton.cdiv(n_words, 512),)
-    _dequantize_kernel[grid](words, absmax, code, out, n_words, GROUP=block_size // 8, BLOCK=128)
+    grid, constants = (-(-n_words // 512), 1, 1), (n_words, block_size // 8, 128)
+    pointers = packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), out.data_ptr()
+    key = constants, out.dtype, out.device, pointers[0] % 16, pointers[1] % 16  # what Triton specializes on
+    if launch := _launchers.get(key):
+        launch(*pointers, *constants)
+    else:
+        kernel = _dequantize_kernel[grid](packed.view(-1).view(torch.int32), absmax, code, out, *constants)
+        _launchers[key] = kernel and kernel[grid]  # None in Triton's interpreter
     return out
 
 
@@ -426,76 +448,84 @@ def dequantize_4bit(
 
 
 def _matmul_4bit(
-    x: Tensor, packed: Tensor, absmax: Tensor, transpose: bool, quant_type: str, block_size: int
-) -> Tensor:  # fmt: skip
-    """x W, (..., N) -> (..., K), or with `transpose` x W^T, (..., K) -> (..., N)."""
+    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
+) -> Tensor:
+    """x W, (..., N) -> (..., K), or with `transpose` x W^T + bias, (..., K) -> (..., N)."""
     k = x.shape[-1]  # the GEMM's
     n = 2 * packed.numel() // k
+    bias = bias if bias is None else bias.to(x.dtype)
+    if transpose and packed.is_cuda and 0 < x.numel() <= FEW_ROWS * k:
+        return _bitsandbytes().gemm_4bit.default(x, packed, (n, k), absmax, block_size, quant_type, bias)
     w = dequantize_4bit(packed, absmax, (n, k) if transpose else (k, n), x.dtype, quant_type, block_size)
-    return F.linear(x, w) if transpose else x @ w
+    return F.linear(x, w, bias) if transpose else x @ w
 
 
 _OP = "autoresearch::matmul_4bit"  # torch.library.custom_op would triple the host time of a call
 torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
 torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
-_matmul_op = torch.ops.autoresearch.matmul_4bit.default
+
+
+def _fastest(x):
+    """The op for torch.compile; in eager mode the dispatcher would only take host time."""
+    return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
 class _Linear4bit(torch.autograd.Function):  # `weight` is an input only to receive a gradient
     @staticmethod
-    def forward(ctx, x, packed, absmax, weight, *format):
-        ctx.format = format
+    def forward(ctx, x, packed, absmax, weight, bias, quant_type, block_size):
+        ctx.format = quant_type, block_size
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, packed, absmax)
-        return _matmul_op(x, packed, absmax, True, *format)
+        return _fastest(x)(x, packed, absmax, bias, True, quant_type, block_size)
 
     @staticmethod
     def backward(ctx, dy):
         assert not torch.is_grad_enabled(), "the 4-bit linear has no second derivative"
         x, packed, absmax = ctx.saved_tensors
-        need_dx, _, _, need_dw, *_ = ctx.needs_input_grad
-        dx = _matmul_op(dy, packed, absmax, False, *ctx.format) if need_dx else None
-        # as if quantizing were the identity
-        dw = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1]) if need_dw else None
-        return dx, None, None, dw, None, None
+        need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
+        dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
+        dy = dy.reshape(-1, dy.shape[-1])
+        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # as if quantizing were the identity
+        db = dy.sum(0, dtype=torch.float32) if need_db else None
+        return dx, None, None, dw, db, None, None
 
 
 class Linear4bit(nn.Module):
-    """y = x W^T in x's dtype: x (..., in_features), y (..., out_features), W in 4 bits.
+    """y = x W^T + bias in x's dtype: x (..., in_features), y (..., out_features), W in 4 bits.
 
     If trainable, W's gradient goes to an fp32 master `weight`: call `requantize_` after each optimizer step."""
 
     def __init__(
-        self, in_features: int, out_features: int, trainable: bool = False, quant_type: str = "nf4",
+        self, in_features: int, out_features: int, bias: bool = False, trainable: bool = False, quant_type: str = "nf4",
         block_size: int = 64,
     ) -> None:  # fmt: skip
         super().__init__()
         _check_format((out_features, in_features), quant_type, block_size)
-        self.in_features, self.out_features, self.format = in_features, out_features, (quant_type, block_size)
-        n = out_features * in_features
+        self.in_features, self.out_features = in_features, out_features
+        self.format, n = (quant_type, block_size), out_features * in_features
         self.register_buffer("packed", torch.zeros(n // 2, 1, dtype=torch.uint8))
         self.register_buffer("absmax", torch.zeros(n // block_size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.empty(out_features, in_features)) if trainable else None
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if trainable:
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in nn.Linear; a frozen W is zero until it is loaded
             self.requantize_()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, trainable: bool = False, **format) -> Linear4bit:
-        """`linear` in 4 bits. If trainable, its fp32 weight is shared, not copied."""
-        if linear.bias is not None:
-            raise ValueError(f"{linear} has a bias, and Linear4bit has none")
+        """`linear` in 4 bits. Its bias and, if trainable, its fp32 weight are shared, not copied."""
+        packed, absmax = quantize_4bit(linear.weight, **format)
         with torch.device("meta"):
-            layer = cls(linear.in_features, linear.out_features, trainable, **format)
-        layer.packed, layer.absmax = quantize_4bit(linear.weight, **format)
+            layer = cls(linear.in_features, linear.out_features, trainable=trainable, **format)
+        layer.packed, layer.absmax, layer.bias = packed, absmax, linear.bias
         if trainable:
             layer.weight = nn.Parameter(linear.weight.detach().float())
         return layer
 
     @torch.no_grad()
     def requantize_(self) -> None:
-        """Quantizes `weight` into the existing buffers."""
-        packed, absmax = quantize_4bit(self.weight, *self.format)
+        """Quantizes `weight` into the existing buffers. Does not wait for the GPU: NaN and inf show in the outputs."""
+        packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
 
@@ -506,8 +536,8 @@ class Linear4bit(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # register_autocast would also round absmax
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.is_grad_enabled():
-            return _Linear4bit.apply(x, packed, absmax, self.weight, *self.format)
-        return _matmul_op(x, packed, absmax, True, *self.format)
+            return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
+        return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)
 
 
 # ---- Adam on rows
