@@ -5,10 +5,8 @@ take a moment and are the same on every machine. A fault is an edit of train.py,
 """
 
 import contextlib
-import itertools
 import json
 import os
-import pty
 import random
 import re
 import shutil
@@ -170,6 +168,10 @@ class Clone:
             assert len((self.folder / "results.tsv").read_text().splitlines()) == 1 + len(self.rows)
         return [row["status"] for row in self.rows]
 
+    @staticmethod
+    def curve(folder: Path) -> list[list[str]]:
+        return [line.split("\t") for line in (folder / "curve.tsv").read_text().splitlines()]
+
     @property
     def left_over(self) -> set[str]:
         expected = {*FILES, "results.tsv", ".dataset", "__pycache__", ".git"}
@@ -219,40 +221,25 @@ def night(new_clone) -> tuple[Clone, list[Run]]:
     return clone, runs
 
 
-def test_an_official_run_ends_with_status_zero_and_says_nothing_on_stderr(night):
-    """The third takes more than 100 steps: what is looked at every 100 finds nothing wrong."""
+def test_an_official_run_prints_what_the_documents_say_and_nothing_on_stderr(night):
     clone, runs = night
-    assert [(run.code, run.err) for run in runs] == [(0, "")] * 3
-    assert not clone.left_over
-    assert int(runs[2].summary["num_steps"]) > 100
-
-
-def test_before_the_first_step_a_run_says_what_it_trains_on_what_and_for_how_long(night):
-    clone, (run, *_) = night
-    first, second, third, *_ = run.out.splitlines()
-    assert first == f"cpu, 300 s, {clone.rows[0]['dataset']}, seed 42"
-    assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, n_embd=64, .*total_batch_size=512", second)
-    assert f"{run.summary['num_params_M']} M" in second and third.startswith("step 0000")
-
-
-def test_a_run_ends_with_a_few_lines_that_its_model_wrote(night):
-    assert not (night[0].folder / "model.safetensors").exists(), "weights are saved when asked for"
-    for run in night[1]:
-        lines = run.out.partition("\nThe model writes:\n")[2].splitlines()
-        assert len(run.out.splitlines()) > len(lines) > 1 and len("".join(lines)) > 150
-        assert all(line.startswith("    ") and len(line) <= 104 for line in lines), "none looks like a summary's"
-        assert run.out.index("\nseed: ") < run.out.index("\nThe model writes:\n")
-
-
-@pytest.mark.parametrize("fault", ["sample", "textwrap"])
-def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
-    edit = {
-        "sample": "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))",
-        "textwrap": "harness.textwrap.wrap = lambda *_: fail(UnicodeEncodeError('ascii', 'é', 0, 1, 'no'))",
-    }[fault]
-    run = clone.run(edit=edit)
-    assert run.code == 0 and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
-    assert re.fullmatch(r"train\.py: no sample: \w+Error\n", run.err), run
+    assert not clone.left_over, "weights are saved when asked for"
+    assert int(runs[2].summary["num_steps"]) > 100, "what is looked at every 100 steps finds nothing wrong"
+    for run, row, seed in zip(runs, clone.rows, (42, 43, 42), strict=True):
+        assert (run.code, run.err) == (0, "")
+        first, second, third, *_ = run.out.splitlines()
+        assert first == f"cpu, 300 s, {row['dataset']}, seed {seed}" and third.startswith("step 00001 ")
+        assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, .*total_batch_size=512", second)
+        assert f"{run.summary['num_params_M']} M" in second
+        line = r"^step \d{5} \(\d+\.\d%\) \| loss \d\.\d{4} \| [\d,]+ tok/s \| epoch 1 \| \d+ s$"
+        assert 20 < len(re.findall(line, run.out, re.MULTILINE)) < 203
+        assert len(re.findall(r"^val_bpb:|^peak_vram_mb:", run.out, re.MULTILINE)) == 2  # autoresearch's grep
+        theirs = "val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps"
+        assert list(run.summary)[:9] == [*theirs.split(), "num_params_M", "depth"]
+        assert 285 < float(run.summary["training_seconds"]) < 303 and float(run.summary["val_bpb"]) > 0
+        summary, _, text = run.out.partition("\nThe model writes:\n")
+        assert "\nseed: " in summary and len(text) > 100
+        assert all(line.startswith("    ") and len(line) <= 104 for line in text.splitlines()), "none looks like a key"
 
 
 def test_rows_keep_the_best_so_far_and_name_the_commit(night):
@@ -267,41 +254,15 @@ def test_rows_keep_the_best_so_far_and_name_the_commit(night):
         assert (row["gpu"], row["dataset"]) == (run.summary["gpu"], run.summary["dataset"])
 
 
-def test_the_summary_is_found_by_autoresearchs_grep_and_begins_with_its_keys(night):
-    for run in night[1]:
-        assert len(re.findall(r"^val_bpb:|^peak_vram_mb:", run.out, re.MULTILINE)) == 2
-        theirs = ["val_bpb", "training_seconds", "total_seconds", "peak_vram_mb"]
-        theirs += ["mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth"]
-        assert [key for key in run.summary if key in theirs] == theirs
-        assert 285 < float(run.summary["training_seconds"]) < 303 and float(run.summary["val_bpb"]) > 0
-
-
-def test_into_a_file_go_lines(night):
-    for run in night[1]:
-        line = r"^step \d{5} \(\d+\.\d%\) \| loss \d\.\d{4} \| [\d,]+ tok/s \| epoch 1 \| \d+ s$"
-        assert len(re.findall(line, run.out, re.MULTILINE)) > 20 and "\r" not in run.out
-
-
-def test_a_terminal_gets_one_live_line_and_an_error_below_it(new_clone):
-    def on_a_terminal(edit: str) -> str:
-        ours, theirs = pty.openpty()
-        run = new_clone().start(edit=f"sys.stderr = sys.stdout\n{edit}", out=theirs)
-        os.close(theirs)
-        text = b""
-        try:
-            while data := os.read(ours, 4096):
-                text += data
-        except OSError:  # nobody holds the other end any longer
-            os.close(ours)
-        run.wait()
-        return text.decode().replace("\r\n", "\n")
-
-    edits = {"good": "", "lost": "at_step(20, lambda loss: loss * math.nan)"}
-    texts = two_at_a_time({name: lambda edit=edit: on_a_terminal(edit) for name, edit in edits.items()})
-    for text in texts.values():
-        (line,) = [line for line in text.split("\n") if "step 000" in line]
-        assert line.startswith("\r") and line.count("\rstep 000") > 10
-    assert "\ntrain.py: NaN at step 20" in texts["lost"]
+@pytest.mark.parametrize("fault", ["sample", "textwrap"])
+def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
+    edit = {
+        "sample": "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))",
+        "textwrap": "harness.textwrap.fill = lambda *_: fail(UnicodeEncodeError('ascii', 'é', 0, 1, 'no'))",
+    }[fault]
+    run = clone.run(edit=edit)
+    assert run.code == 0 and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
+    assert re.fullmatch(r"train\.py: no sample: \w+Error\n", run.err), run
 
 
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
@@ -323,50 +284,81 @@ def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
         assert params == pytest.approx(sum(tensor.numel() for tensor in weights[0].values()) / 1e6, rel=0.01)
 
 
-# Runs that are not logged
+# What night asks for, and what it finds
 
-UNLOGGED = {  # arguments, the first words, the status
+
+def asks(**record) -> str:
+    return f"os.environ['AUTORESEARCH_RUN'] = {json.dumps(record)!r}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--tokens", "51200"]], ids=["logged", "not logged"])
+def test_a_run_leaves_its_curve_and_its_summary_in_the_folder_of_its_record(clone, tmp_path, args):
+    clone.commit("1e3")
+    run = clone.run(*args, edit=asks(folder=str(tmp_path)))
+    (header, *lines), printed = clone.curve(tmp_path), run.summary
+    assert header == ["step", "seconds", "tokens", "loss", "lr"]
+    assert lines[-1][0] == printed["num_steps"] and lines[-1][2] == str(512 * int(printed["num_steps"]))
+    assert [loss for *_, loss, _ in lines] == re.findall(r"^step .* loss (\S+) ", run.out, re.MULTILINE)
+    rates = [float(rate) for *_, rate in lines]
+    assert rates == sorted(rates, reverse=True) and rates[-1] < 0.2 * rates[0], "that of the schedule"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == list(printed) and summary["description"] == "1e3"
+    for key, value in summary.items():
+        number = isinstance(value, int | float)
+        assert (value == float(printed[key])) if number else (value == printed[key]), key
+        assert number == (key not in ("numerics", "status", "commit", "description", "gpu", "dataset")), key
+
+
+@pytest.mark.parametrize("args", [[], ["--tokens", "51200"]], ids=["logged", "not logged"])
+def test_a_crash_leaves_its_reason_and_the_curve_up_to_it(clone, tmp_path, args):
+    clone.run(*args, edit=asks(folder=str(tmp_path)) + "at_step(9, lambda loss: loss * math.nan)")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert len(clone.rows) == (not args) and summary.keys() - {"commit", "dataset"} == {
+        *("status", "reason", "description", "gpu")
+    }
+    assert [summary[key] for key in ("status", "reason", "description")] == ["crash", "NaN at step 9", "baseline"]
+    assert summary["gpu"] == ("cpu, 0.0512 M tokens" if args else "cpu")
+    assert clone.curve(tmp_path)[-1][0] == "8"
+
+
+def test_a_run_that_is_killed_leaves_the_curve_so_far_and_a_folder_that_is_gone_costs_nothing_else(clone, tmp_path):
+    run = clone.run(edit=asks(folder=str(tmp_path)) + "at_step(9, lambda loss: send(signal.SIGKILL))")
+    assert run.code == -signal.SIGKILL and not (tmp_path / "summary.json").exists()
+    assert [line[0] for line in clone.curve(tmp_path)[1:]] == [str(step) for step in range(1, 8)]
+    run = clone.run(edit=asks(folder=str(tmp_path / "gone")))
+    assert (run.code, run.err, clone.statuses) == (0, "", ["keep"])
+
+
+UNLOGGED = {  # arguments, the gpu column, why not
     "seconds": (["--seconds", "20"], "cpu, 20 s", "--seconds set by hand"),
     "the official seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
-    "tokens": (["--tokens", "1280"], "cpu, 0.00128 M tokens", "--tokens set by hand"),
-    "another GPU's size": (["--gpu", "cpu", "--seconds", "20"], "cpu as cpu, 20 s", "--seconds and --gpu set by hand"),
+    "tokens": (["--tokens", "38600"], "cpu, 0.0386 M tokens", "--tokens set by hand"),
+    "size": (["--gpu", "T4", "--seconds", "20"], "cpu as T4, 20 s", "--seconds and --gpu set by hand"),
 }
 
 
 @pytest.mark.parametrize("name", UNLOGGED)
-def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why(clone, name):
-    args, first_words, reason = UNLOGGED[name]
-    run = clone.run(*args)
+def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_night_asks_for_it(clone, name):
+    args, gpu, reason = UNLOGGED[name]
+    run = clone.run(*args, edit="clock_goes(0.5)")
     assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
-    assert run.summary["status"] == f"not logged: {reason}" and run.out.startswith(f"{first_words}, corpus-"), run
+    assert run.summary["status"] == f"not logged: {reason}" and run.out.startswith(f"{gpu}, corpus-"), run
     if "20" in args:
         assert 15 < float(run.summary["training_seconds"]) < 24
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
-
-
-@pytest.mark.parametrize(
-    ("args", "gpu"),
-    [
-        (["--seconds", "20"], "cpu, 20 s"),
-        (["--tokens", "38600"], "cpu, 0.0386 M tokens"),
-        (["--gpu", "T4", "--tokens", "5120"], "cpu as T4, 0.00512 M tokens"),
-    ],
-)
-def test_screening_is_logged_with_the_budget_in_the_gpu_column(clone, args, gpu):
-    run = clone.run(*args, edit="os.environ['AUTORESEARCH_RUN'] = '{\"log\": true}'")
+    run = clone.run(*args, edit=asks(log=True))
     assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary["status"] == "keep"
 
 
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
     edit = """
-os.environ["AUTORESEARCH_RUN"] = '{"score_test": true}'
 split_of = lambda real, model, tokenizer, B, T, split: 1.5 if split == "test" else real(model, tokenizer, B, T, split)
 replace(harness, "evaluate_bpb", split_of)
 """
-    run = clone.run(edit=edit)
+    run = clone.run(edit=asks(score_test=True) + edit)
     assert run.summary["test_bpb"] == "1.500000" and run.summary["val_bpb"] != "1.500000", run
     assert [(row["status"], row["description"]) for row in clone.rows] == [("keep", "baseline, test 1.500000")]
-    run = clone.run("--seconds", "20", edit=edit.replace('": true', '": false, "log": false'))
+    run = clone.run("--seconds", "20", edit=asks(score_test=False, log=False) + edit)
     assert "test_bpb" not in run.summary and len(clone.rows) == 1, "night has asked for neither"
 
 
@@ -386,15 +378,6 @@ def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_p
     clone.run()
     assert (clone.folder / ".dataset").read_text().strip() == own
     assert len({row["dataset"] for row in clone.rows}) == 1 and clone.statuses == ["keep", "discard"]
-
-
-def test_a_run_with_far_fewer_tokens_than_the_best_says_so(clone):
-    tokens = 512 * int(clone.run().summary["num_steps"]) / 1e6
-    for share, slower in ((0.91, False), (0.89, True)):
-        saw = f"lambda real, *args: real(*args) | dict(tokens_M={tokens / share})"
-        run = clone.run(edit=f"replace(harness, 'best_result', {saw})")
-        assert ("slower" in run.summary) is slower, run
-    assert f"where {clone.rows[0]['commit']}, the best so far, saw 0.0 M" in run.summary["slower"]
 
 
 # Lost runs
@@ -487,7 +470,7 @@ def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, n
 
 
 def test_a_signal_between_evaluation_and_row_leaves_a_row(clone):
-    run = clone.run(edit="replace(harness, 'best_result', lambda real, *args: send(15) or real(*args))")
+    run = clone.run(edit="replace(harness, 'process_seconds', lambda real: send(15) or real())")
     assert run.code == 143 and [row["description"] for row in clone.rows] == ["baseline [killed]"], run
 
 
@@ -698,15 +681,6 @@ def test_a_sample_follows_what_the_model_says_of_its_text_and_compiles_nothing(t
     to_the_end = tokenizer.decode(list(range(first, tokenizer.get_bos_token_id())))
     assert harness.sample(model, tokenizer, "a", seed=0, tokens=10**4) == to_the_end
     assert model.compilations.frame_count == 1
-
-
-def test_a_sample_ends_when_its_seconds_are_over(tokenizer, monkeypatch):
-    looks = itertools.count(100, 0.5)
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
-    model = Next(tokenizer.get_vocab_size())
-    (first,) = tokenizer.encode("a")
-    text = harness.sample(model, tokenizer, "a", seed=0, tokens=30, seconds=2)
-    assert text == tokenizer.decode(list(range(first, first + 4)))
 
 
 def save_with(path: Path, tensors: dict, config) -> None:
