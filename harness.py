@@ -256,8 +256,8 @@ def log_result(
 ) -> str:  # fmt: skip
     """Appends one row to results.tsv, or prints it on stderr if the file refuses it. Returns its status.
 
-    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest so far for
-    that gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given.
+    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (by default the lowest of
+    that gpu and dataset). Else `discard`. Commit and description are by default those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
@@ -270,25 +270,22 @@ def log_result(
     text = str(Description(description or "", None, test_bpb, reason))
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
-    def judge() -> tuple[str, str]:
+    def judge() -> str:
         rows = read_results(path)
         if rows and (last := rows[-1]["dataset"]) != dataset:
             print(f"{path.name}: the row before is on {last}, this one on {dataset}: they do not compare")
         same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
         best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
-        bar = best if to_beat is None else to_beat
-        status = "crash" if reason else "keep" if round(val_bpb, 6) < bar else "discard"
-        fields = commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"
-        return status, "\t".join(fields)
+        better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
+        status = "crash" if reason else "keep" if better else "discard"
+        return "\t".join((commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"))
 
     try:
         with locked(path) as file:
-            status, line = judge()
-            append_row(file, line)
+            append_row(file, line := judge())
     except (OSError, ValueError) as error:
-        status, line = judge()
-        print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
-    return status
+        print(f"{path} refuses this row ({error}):\n{(line := judge())}", file=sys.stderr, flush=True)
+    return line.split("\t")[3]
 
 
 @contextmanager
@@ -419,10 +416,10 @@ def gpu_name() -> str:
     """For the gpu column. A Hopper without FlashAttention-3 is slower, so another kind."""
     import torch
 
-    if not torch.cuda.is_available():
+    capability, *_, has_fa3 = this_gpu()
+    if capability is None:
         return "cpu"
-    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
-    return torch.cuda.get_device_name() + ", without FA3" * slower
+    return torch.cuda.get_device_name() + ", without FA3" * (capability == (9, 0) and not has_fa3)
 
 
 def fa3_installed() -> bool:
@@ -450,10 +447,9 @@ def load_fa3() -> Callable:
 def start_compiler() -> None:
     """Starts Inductor's workers while the model is built, and changes five of PyTorch's defaults.
 
-    By default Inductor times several configurations of each reduction over short rows, two of most other kernels, and
-    padded GEMMs: 6, 2 and 1 s of a start on an H200, for nothing faster. It reads the rows of an RMSNorm several times
-    where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd does not cache graphs
-    with custom autograd functions.
+    Inductor would time configurations of reductions over short rows, of most other kernels, and of padded GEMMs: 9 s of
+    a start on an H200, for nothing faster. It would read an RMSNorm's rows several times where other parts of a kernel
+    flip or sum them: 2% of a step (all measured). AOTAutograd would not cache graphs with custom autograd functions.
     """
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
@@ -480,9 +476,9 @@ def start_compiler() -> None:
 def run(train: Callable, build_model: Callable) -> None:
     """Runs an experiment from the command line.
 
-    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
-    numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
-    a dataclass with `seq_len` and `device_batch_size`; model(x) gives logits (B, T, V).
+    train(clock, tokenizer, device, seed, gpu) returns the model and a dict of numbers for the summary.
+    build_model(config, device, gpu) makes the model of a saved config. model.config is a dataclass with `seq_len` and
+    `device_batch_size`; model(x) gives logits (B, T, V).
     """
     import torch
 
