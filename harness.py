@@ -501,7 +501,9 @@ def run(train: Callable, build_model: Callable) -> None:
         tokenizer = Tokenizer.from_directory()
         if args.sample is None:
             model = train_and_score(train, args, device, gpu, tokenizer)
-            print_sample(model, tokenizer, args.seed)
+            with suppress(Exception):  # of an edited model that gives no logits, say
+                text = textwrap.fill(clean(sample(model, tokenizer, "", args.seed, tokens=64)), 100)
+                print("The model writes:", textwrap.indent(text, "    "), sep="\n")  # not like a line of the summary
             if args.save:
                 save_weights(model)
         else:
@@ -524,7 +526,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         adopt_dataset(tokenizer.directory)
 
     def log(summary: dict, **result) -> dict:
-        """Writes row and summary, which it returns. Afterwards a signal just ends the process."""
+        """Writes the row and the record; returns the whole summary. Afterwards a signal just ends the process."""
         handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
         status = refusal or log_result(**row, **result)
         summary.setdefault("status", status)  # a crash has one
@@ -533,8 +535,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         handle_signals(signal.SIG_DFL)
         return summary | row
 
-    budget = budget_name(None if clock.limit else clock.seconds, clock.limit, args.gpu)
-    print(f"{gpu_name()}{budget}, {row['dataset']}, seed {args.seed}", flush=True)
+    print(f"{label}, {row['dataset']}, seed {args.seed}", flush=True)
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
@@ -675,12 +676,3 @@ def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256)
                 break
             ids.append(token)
     return tokenizer.decode(ids[1:])
-
-
-def print_sample(model, tokenizer: Tokenizer, seed: int) -> None:
-    """A few lines that the model writes, indented: none looks like one of the summary."""
-    try:
-        text = textwrap.fill(clean(sample(model, tokenizer, "", seed, tokens=64)), 100)
-        print("The model writes:", textwrap.indent(text, "    "), sep="\n")
-    except Exception as error:  # the run has its row and its summary
-        print(f"train.py: no sample: {crash_reason(error)}", file=sys.stderr)

@@ -223,7 +223,7 @@ def test_an_official_run_prints_what_the_documents_say_and_nothing_on_stderr(nig
     for run, row, seed in zip(runs, clone.rows, (42, 43, 42), strict=True):
         assert (run.code, run.err) == (0, "")
         first, second, third, *_ = run.out.splitlines()
-        assert first == f"cpu, 300 s, {row['dataset']}, seed {seed}" and third.startswith("step 00001 ")
+        assert first == f"cpu, {row['dataset']}, seed {seed}" and third.startswith("step 00001 ")
         assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, .*total_batch_size=512", second)
         assert f"{run.summary['num_params_M']} M" in second
         line = r"^step \d{5} \(\d+\.\d%\) \| loss \d\.\d{4} \| [\d,]+ tok/s \| epoch 1 \| \d+ s$"
@@ -248,15 +248,10 @@ def test_rows_keep_the_best_so_far_and_name_the_commit(night):
         assert (row["gpu"], row["dataset"]) == (run.summary["gpu"], run.summary["dataset"])
 
 
-@pytest.mark.parametrize("fault", ["sample", "textwrap"])
-def test_a_model_that_cannot_write_costs_one_line_and_not_the_run(clone, fault):
-    edit = {
-        "sample": "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))",
-        "textwrap": "harness.textwrap.fill = lambda *_: fail(UnicodeEncodeError('ascii', 'é', 0, 1, 'no'))",
-    }[fault]
+def test_a_model_that_gives_no_logits_writes_nothing_and_keeps_its_row(clone):
+    edit = "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))"
     run = clone.run(edit=edit)
-    assert run.code == 0 and clone.statuses == ["keep"] and "val_bpb" in run.summary, run
-    assert re.fullmatch(r"train\.py: no sample: \w+Error\n", run.err), run
+    assert (run.code, run.err, clone.statuses) == (0, "", ["keep"]) and "The model writes" not in run.out, run
 
 
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
@@ -435,8 +430,8 @@ def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, nam
 
 
 def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clone):
-    for i, late in enumerate(("print_sample", "save_weights")):
-        run = clone.run("--save", edit=f"replace(harness, '{late}', lambda *_: send(signal.SIGKILL))")
+    for i, late in enumerate(("sample", "save_weights")):
+        run = clone.run("--save", edit=f"replace(harness, '{late}', lambda *_, **__: send(signal.SIGKILL))")
         assert run.code == -signal.SIGKILL and len(clone.statuses) == i + 1 and "val_bpb" in run.summary, run
 
 
@@ -470,7 +465,7 @@ MOMENTS = {  # edit; description of the row; exit status
         "at_step(5, lambda loss: send(15) or loss)",
         *("[killed]", 143),
     ),
-    "after the row": ("replace(harness, 'print_sample', lambda *_: send(NUMBER))", "", None),
+    "after the row": ("replace(harness, 'sample', lambda *_, **__: send(NUMBER))", "", None),
 }
 
 
