@@ -116,7 +116,7 @@ class Run:
 
 
 class Clone:
-    """The three files in a folder of their own, where runs leave their rows and weights."""
+    """The four files in a folder of their own, where runs leave their rows and weights."""
 
     def __init__(self, folder: Path, cache: Path, warm: Warm):
         self.folder, self.cache, self.warm = folder, cache, warm
@@ -701,23 +701,3 @@ def test_saved_weights_are_the_models_in_fp16_also_those_that_an_edit_ties_or_tr
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0.02)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors"}
-
-
-def test_two_at_once_lose_no_row_and_leave_one_whole_file_of_weights(clone):
-    """They save and log at the same moment."""
-    edit = """
-def together(real, **row):
-    open(f"ready.{os.getpid()}", "w").close()
-    while sum(name.startswith("ready.") for name in os.listdir()) < 2:
-        time.sleep(0.001)
-    return real(**row)
-replace(harness, "log_result", together)
-"""
-    runs = [run.wait() for run in [clone.start("--seed", str(seed), "--save", edit=edit) for seed in range(2)]]
-    assert [(run.code, run.err) for run in runs] == [(0, "")] * 2
-    scores = {run.summary["val_bpb"] for run in runs}
-    assert {f"{row['val_bpb']:.6f}" for row in clone.rows} == scores and len(scores) == len(clone.statuses) == 2
-    first, second = (row["val_bpb"] for row in clone.rows)
-    assert clone.statuses == ["keep", "keep" if second < first else "discard"]
-    assert all(name.startswith("ready.") for name in clone.left_over - {"model.safetensors"})
-    assert clone.run("--sample", "Once").code == 0
