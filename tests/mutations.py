@@ -413,7 +413,7 @@ SECTIONS = [
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
-    ("The record of a run", "harness.py", ["test_run.py", "-k", "folder_of_its_record or leaves_its_reason or that_is_killed"], [
+    ("The record of a run", "harness.py", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
         ('write_record("summary.json", json.dumps(numbers | row', 'write_record("summary.json", json.dumps(summary | row'),
         ("json.dumps(numbers | row, indent", "json.dumps({k: as_number(v) for k, v in (summary | row).items()}, indent"),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
