@@ -349,7 +349,7 @@ replace(harness, "evaluate_bpb", split_of)
 
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
     edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
-    assert clone.run(edit=edit).code == 1 and clone.statuses == ["crash"]
+    assert "has to start, advance and stop the clock" in clone.run(edit=edit).err and clone.statuses == ["crash"]
 
 
 def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
