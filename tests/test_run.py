@@ -444,7 +444,9 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number):
     """The run never leaves the phase, and is interrupted within half a second."""
     run = clone.start(edit=f"forever({PHASES[phase]})")
+    give_up = time.monotonic() + 300
     while "here\n" not in run.out:
+        assert time.monotonic() < give_up, run
         time.sleep(0.01)
     time.sleep(random.Random(phase).uniform(0, 0.5))
     os.kill(run.process.pid, number)
