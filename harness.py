@@ -105,7 +105,7 @@ class Clock:
         """
         if self._pending is None:
             return
-        (wait, progress, step, now, tokens, epoch, lr), self._pending = self._pending, None
+        wait, progress, step, now, tokens, epoch, lr = self._pending
         loss = wait()
         if not loss < 100:  # NaN included
             raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")

@@ -544,7 +544,6 @@ SECTIONS = [
         ("if not loss < 100:", "if loss >= 100:"),
         ("            self._read_loss(last=True)\n", ""),
         ("now = self._step_began = self.elapsed()", "now = self.elapsed()"),
-        ("epoch, lr), self._pending = self._pending, None", "epoch, lr) = self._pending"),
         ("gc.enable()", "pass"),
         ("        gc.disable()  # a collection", "        # a collection"),
     ]),
