@@ -862,7 +862,7 @@ SECTIONS = [
         ("kept[-1]", "kept[0]"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
-        ('.replace("<", "\\u003c")', ""),
+        ('.replace("<", "\\\\u003c")', ""),
         ("html.escape(line) for", "line for"),
     ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
