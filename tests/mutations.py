@@ -884,7 +884,6 @@ SECTIONS = [
         ("stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL", "np.array(p) < LEVEL"),
         ("LEVEL = 0.1 ", "LEVEL = 0.3 "),
         ('change.verdict = "needed"\n', 'change.verdict = "harmful"\n'),
-        ("for i in reversed(wanted):", "for i in wanted:"),
         ("1001 + first + row))", "1001))"),
         ('"open" if val > 0', '"open" if val < 0'),
         ('(("harmful", "no evidence"), ("harmful",))', '(("harmful",),)'),
