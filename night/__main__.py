@@ -14,6 +14,7 @@ import harness
 import prepare
 from night.clean import clean
 from night.live import watch
+from night.loop import loop
 from night.page import page
 from night.plot import plot
 from night.report import report
@@ -59,6 +60,26 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("revisions", nargs="*", default=["HEAD"], metavar="REV")
     numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N,...")
     one.add_argument("--seeds", **numbers, help="train each revision once with each of these seeds")
+    one = command(loop, many, help="ask agents for one idea after another, train them, and keep what is better")
+    text = "{prompt} in it names the file that is also its standard input; several take turns"
+    one.add_argument("--agent", action="append", required=True, metavar="COMMAND", help=text)
+    one.add_argument("--agents", type=int, metavar="N", help="at once (as many as runs)")
+    one.add_argument(
+        "--agent-limit", type=float, default=600, metavar="S", help="end an agent after so many seconds (600)"
+    )
+    one.add_argument(
+        "--agent-env", default="", metavar="NAME,...", help="variables that it gets beside PATH, HOME, LANG, TERM"
+    )
+    one.add_argument(
+        "--sandbox", default="", metavar="COMMAND", help="put before its command: bwrap ..., docker run ..."
+    )
+    one.add_argument("--hours", type=float, default=8.0, help="(8)")
+    one.add_argument("--runs", type=int, metavar="N", help="end with so many in this night")
+    one.add_argument("--patience", type=int, metavar="N", help="end after so many experiments without a gain")
+    one.add_argument(
+        "--pause", type=float, default=30, metavar="S", help="after a refused proposal, doubled with each (30)"
+    )
+    one.add_argument("--report", action="store_true", help="run it at the end")
     one = command(report, many, help="how much of the night's gain was luck?")
     one.add_argument("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
     one.add_argument("--attribute", action="store_true", help="and which kept changes are real, without the others?")

@@ -1,0 +1,240 @@
+"""The loop: scripted agents propose stubs of train.py, which a real Ray trains on two slots of this machine."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_wave import TWO_SLOTS, Clone, clone  # noqa: F401
+
+pytest.importorskip("ray", reason="it is in the extra [night]")
+
+# Two knobs, far enough from each other for git to merge changes of both
+BODY = (
+    "A = 30"
+    + "\n    #" * 4
+    + "\n    B = 30"
+    + "\n    #" * 4
+    + "\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
+)
+# Each call does what the next word says, in a checkout of the reference. A and B lower a knob: a gain.
+AGENT = r"""
+import fcntl, os, pathlib, re, subprocess, sys, time
+
+words, calls, prompt = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+with open(calls, "a+") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    n = len(file.readlines())
+    file.write("call\n")
+word, train = words[n % len(words)], pathlib.Path("train.py")
+text = train.read_text()
+assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
+assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
+assert not {"PYTHONPATH", "AUTORESEARCH_CACHE", "RAY_AUTH_MODE"} & set(os.environ) and "PATH" in os.environ
+
+def edit(knob, by):
+    train.write_text(re.sub(rf"\b{knob} = ([\d.]+)", lambda m: f"{knob} = {float(m[1]) + by + n / 1000}", text))
+
+def daemon():
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
+
+if word != "odd":
+    pathlib.Path("IDEA").write_text(f"{word} {n}\n")
+if word in "AB":
+    edit(word, -1)
+elif word == "worse":
+    edit("A", 1)
+elif word == "elsewhere":
+    edit("A", -1)
+    pathlib.Path("harness.py").write_text("COLUMNS = []")
+elif word == "hang":
+    daemon()
+    time.sleep(99)
+elif word == "loud":
+    edit("A", 1)
+    for _ in range(50):
+        print("x" * 10**6)
+elif word == "hostile":
+    daemon()
+    os.system("git commit -qam mine; git reset -q --hard HEAD~1; rm -rf .git ../results.tsv ../../results.tsv")
+    edit("A", 2)
+elif word == "same":
+    train.write_text(text.replace("\n", "  \n") + "\n\n")
+elif word == "fail":
+    sys.exit(1)
+elif word == "endless":
+    train.write_text(text + "# nothing runs\n")
+elif word == "typo":
+    train.write_text(text.replace("A = ", "A = = "))
+elif word == "odd":
+    edit("B", 1)
+    print("\n\t``` <b>wider\tMLP</b>: \"4\" -> '5'" + "y" * 10_000)
+"""
+EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
+# By the word of their agent, how proposals end
+ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
+ENDS |= dict(elsewhere="refused: it changes harness.py", hang="refused: no proposal within 12 s")
+ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py has to end with raise")
+ENDS |= dict(same=r"refused: (the same train.py as \w{7}, but for whitespace|train.py is as before)")
+
+
+class Loop:
+    def __init__(self, clone: Clone, folder: Path):  # noqa: F811
+        self.clone, self.calls, self.agent = clone, folder / "calls", folder / "agent.py"
+        self.agent.write_text(AGENT)
+        clone.commit(base=BODY)
+
+    def start(self, *words: str, args=()) -> subprocess.Popen:
+        """words: of agents, each a list of what it does."""
+        agents = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
+        options = ["--agent-env=NIGHT", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *agents, *args]
+        return self.clone.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="")
+
+    def ours(self) -> list[str]:
+        """Command lines of processes, but for Ray's own, which take a minute to end after a kill."""
+        lines = map(" ".join, self.clone.processes().values())
+        return [line for line in lines if re.search(r"-m night|train\.py|agent\.py|sleep\(99\)", line)]
+
+    def verdicts(self) -> dict[int, str]:
+        """Of all proposals by their numbers. Those that were trained have one row each, the others none."""
+        files = (self.clone.folder / "runs" / "proposals").glob("*/verdict.txt")
+        found = {int(path.parent.name): path.read_text().strip() for path in files}
+        assert sorted(found) == [*range(1, len(found) + 1)]
+        rows = Counter((row["commit"], row["status"]) for row in self.clone.rows() if "base" not in row["description"])
+        trained = [verdict for verdict in found.values() if not verdict.startswith("refused")]
+        assert rows == Counter((verdict[-7:], re.match(r"\w+", verdict)[0]) for verdict in trained)
+        assert all(rows[name] == 1 for name in rows)
+        refs = self.clone.run("git for-each-ref --format='%(objectname:short=7)' refs/heads/autoresearch/mar5-loop/")
+        assert sorted(refs.split()) == sorted(commit for commit, _ in rows)
+        return found
+
+
+@pytest.fixture
+def loop(clone, tmp_path) -> Loop:  # noqa: F811
+    return Loop(clone, tmp_path)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("proposals", "kills"), [(12, 1), pytest.param(60, 3, marks=pytest.mark.slow)])
+def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop, proposals, kills):
+    """Nothing is lost, doubled or left running, and the clone is as a night leaves it."""
+    for stage in range(1, kills + 2):
+        runs = proposals * stage // (kills + 1) * 2 // 3
+        night = loop.start(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
+        while stage <= kills and len(loop.clone.rows()) < runs:
+            time.sleep(0.05)
+            assert night.poll() is None, night.stdout.read()
+        if stage <= kills:
+            night.kill()
+            while loop.ours():
+                time.sleep(0.05)
+    output = loop.clone.finish(night)
+    assert not loop.ours()
+    verdicts = loop.verdicts()
+    assert len(verdicts) >= proposals and re.search(rf"^{runs}.? runs: {len(verdicts)} proposals so far", output, re.M)
+
+    folder = loop.clone.folder / "runs" / "proposals"
+    found = {row["commit"]: row["description"] for row in loop.clone.rows()}
+    for number, verdict in verdicts.items():
+        prompt = folder / str(number) / "prompt.md"
+        word = found.get(verdict[-7:], "").split(" ")[0]
+        if word in ENDS:
+            assert re.match(ENDS[word], verdict)
+        elif prompt.exists() and "the loop ended" not in verdict:
+            assert word == "```" or any(re.fullmatch(end, verdict) for end in ENDS.values()), (number, word, verdict)
+        assert not prompt.exists() or prompt.read_text().count("```") == 2
+    (odd,) = {text for text in found.values() if "wider" in text} or [""]
+    assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
+    assert max(path.stat().st_size for path in folder.glob("*/agent.log")) == 2**20
+
+    clone = loop.clone  # noqa: F811
+    assert clone.run("git status --porcelain") == "" and clone.run("git diff main --name-only") == "train.py\n"
+    *_, kept = (
+        row["commit"]
+        for row in clone.rows()
+        if clone.run(f"git merge-base --is-ancestor {row['commit']} HEAD; echo $?") == "0\n"
+    )
+    assert clone.run(f"git diff {kept} HEAD -- train.py; python -m night reference --tokens 1500000").strip() == kept
+    best = min(row["val_bpb"] for row in clone.rows() if row["status"] == "keep")
+    assert next(row["val_bpb"] for row in clone.rows() if row["commit"] == kept) == best
+    log = (clone.folder / "results.tsv").read_bytes()
+    clone.finish(loop.start(EVERY, args=[f"--runs={runs}"]))
+    assert (clone.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
+
+
+def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
+    (loop.clone.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
+    loop.clone.finish(loop.start("A,elsewhere,worse,B,worse", args=["--runs=4", "--hours=2"]))
+    (*_, last) = sorted(
+        (loop.clone.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name)
+    )
+    before, memory, _ = last.read_text().split("```")
+    assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
+    assert "Reference: " in memory and "- refused: it changes harness.py" in memory and "the loop ended" not in memory
+    assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
+
+
+@pytest.mark.parametrize(
+    ("words", "args", "reason"),
+    [
+        ("fail", [], "5 proposals in a row were refused"),
+        ("A,worse,worse,worse", ["--patience=3"], "[3-6] experiments without a gain"),
+        ("A", ["--hours=0"], "the hours are over: 0 proposals"),
+        ("hang", [], "interrupted: "),
+    ],
+)
+def test_the_loop_ends_with_a_reason(loop, words, args, reason):
+    night = loop.start(words, args=args)
+    if words == "hang":
+        while not loop.calls.exists():
+            time.sleep(0.05)
+        night.send_signal(signal.SIGINT)
+    output = loop.clone.finish(night, code=130 * (words == "hang"))
+    assert re.search(rf"^{reason}", output, re.M) and "python -m night report" in output, output
+    assert "python -m night report" in output
+    assert not loop.clone.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
+
+
+def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
+    """A commit on the branch is merged with what is kept; a train.py with changes is left alone. Then the report."""
+    clone = loop.clone  # noqa: F811
+    clone.finish(clone.wave("base", *TWO_SLOTS))
+    clone.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
+    output = clone.finish(loop.start("A", "B", args=["--runs=3", "--report", "--agents=1"]))
+    kept, *others = [row for row in clone.rows() if row["description"].startswith("agent") and row["gpu"][-1] == "s"]
+    assert kept["description"] == "agent 1: A 0" and {"agent 2: B 1"} <= {row["description"] for row in others}
+    assert clone.run("git diff --name-only main HEAD") == "notes\ntrain.py\n" and "# mine" in clone.run(
+        "tail -n1 train.py"
+    )
+    assert "train.py has changes that are not committed" in output
+    reference = clone.run("python -m night reference --tokens 1500000").strip()
+    assert clone.run(f"git diff {reference} HEAD -- train.py") == "" and reference != kept["commit"]
+    assert "What the night found stands." in (clone.folder / "report.md").read_text()
+
+
+def test_of_two_gains_on_the_same_line_the_better_one_is_kept_and_others_are_combined(loop):
+    """Both begin at the same reference."""
+    loop.clone.finish(loop.start("A,A,B,B", args=["--runs=2"]))
+    rows = {row["description"]: row for row in loop.clone.rows()}
+    assert loop.clone.run("python -m night reference --tokens 1500000").strip() == rows["A 0"]["commit"]
+    assert [v for v in loop.verdicts().values() if "conflicts with" in v or v.startswith("keep: ")]
+
+
+@pytest.mark.parametrize(
+    ("before", "agent", "remedy"),
+    [
+        ("", "no-such-program -p", "there is no program no-such-program"),
+        ("git checkout -q --detach; ", "true", "HEAD is on no branch: git checkout -b"),
+        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", "the reference crashes: see"),
+    ],
+)
+def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):
+    output = loop.clone.run(f"{before} python -m night loop --agent '{agent}' --seconds 5", CUDA_VISIBLE_DEVICES="")
+    assert re.search(f"^night: {remedy}", output, re.M), output
