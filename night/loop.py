@@ -35,14 +35,15 @@ from prepare import PrepareError
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt; its commit is <branch>-loop/<n>
 ENVIRONMENT = ["PATH", "HOME", "LANG", "TERM"]  # what an agent sees of ours, and --agent-env
+ENDED = "refused: the loop ended first"  # the verdict until there is another
 REFUSED = 5  # proposals in a row end the loop
 WORN = 4  # ideas without a gain: a family of them has plateaued
 TOO_LATE = 124  # exit status of the guard, as of timeout(1)
 
 PROMPT = """\
-You are a researcher. Change `train.py` in this folder so that a run of it ({budget}) ends with a lower val_bpb, the bits
-per byte of text that the model has not seen. One idea, one that has not been tried. It is trained for you, and the next
-agent learns the result: once the file is edited, you are done.
+You are a researcher. Change `train.py` in this folder so that a run of it ({budget}) ends with a lower val_bpb, the
+bits per byte of text that the model has not seen. One idea, which nobody has tried. It is trained for you, and the
+next agent learns the result: once the file is edited, you are done.
 
 1. First write a new file `IDEA`: one line that says what you change (`matrix LR 0.04 -> 0.03`).
 2. Then edit `train.py`. You have {minutes:.0f} minutes and no GPU. Don't train, don't commit.
@@ -219,24 +220,23 @@ class Loop:
     def new_number(self) -> int:
         n = 1 + max([0, *self.commits(), *(int(path.name) for path in PROPOSALS.glob("[0-9]*"))])
         (PROPOSALS / str(n)).mkdir(parents=True)
-        self.note(n, "refused: the loop ended first")
+        self.note(n, ENDED)
         return n
 
     def note(self, n: int, verdict: str) -> None:
         with prepare.new_file(PROPOSALS / str(n) / "verdict.txt") as file:
             file.write(f"{verdict}\n".encode())
 
-    def verdicts(self) -> dict[int, str]:
-        """Of the proposals that no agent has at work."""
-        at_work = {agent.n for agent in self.agents}
-        found = {int(path.parent.name): prepare.read(path) for path in PROPOSALS.glob("*/verdict.txt")}
-        return {n: found[n] for n in sorted(found.keys() - at_work)}
+    def verdicts(self) -> list[str]:
+        """Of all proposals, the last one at the end."""
+        paths = sorted(PROPOSALS.glob("*/verdict.txt"), key=lambda path: int(path.parent.name))
+        return [prepare.read(path) for path in paths]
 
     def prompt(self) -> str:
         rows, worn = pick_kind(experiments(), self.args.setting), Counter()
         for idea in ideas(rows):
             worn[idea.family] = 0 if idea.status == "keep" else worn[idea.family] + 1
-        refused = [f"- {verdict}" for verdict in self.verdicts().values() if verdict.startswith("refused")]
+        refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
         now = [f"- {run.description}" for run in self.trainer.runs()] + [f"- {agent.idea()}" for agent in self.agents]
         rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
         parts = dict(memory=about_night(rows), now="\n".join(now), refused="\n".join(refused[-REFUSED:]))
@@ -253,36 +253,36 @@ class Loop:
     def judge(self, agent: Agent) -> None:
         """Has the proposal of an agent that has ended trained, or refuses it."""
         self.agents.remove(agent)
-        code, limit, reason = agent.guard.returncode, self.args.agent_limit, ""
+        code, reason = agent.guard.returncode, ""
         changed = [name for name, before in agent.files.items() if plain(agent.work / name) != before]
         if others := [name for name in changed if name != "train.py"]:
             reason = f"it changes {', '.join(others[:3])}"
         elif not changed:
-            late = f"no proposal within {limit:g} s"
+            late = f"no proposal within {self.args.agent_limit:g} s"
             reason = {0: "train.py is as before", TOO_LATE: late}.get(code, f"exit status {code}")
-        reason = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
+        trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
-        self.refused = self.refused + 1 if reason else 0
-        self.next = time.monotonic() + (self.args.pause * 2 ** (self.refused - 1) if reason else 0)
+        self.refused = 0 if trains else self.refused + 1
+        self.next = time.monotonic() + self.args.pause * (2**self.refused - 1)
 
-    def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> str:
-        """Commits and trains a train.py; returns the reason if it refuses that."""
+    def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
+        """Has a train.py trained, as a commit, unless there is a reason to refuse it; returns whether it does."""
         before = read_train(base)
         lines = [content.decode(errors="replace").splitlines(keepends=True) for content in (before, text)]
         (PROPOSALS / str(n) / "train.diff").write_text("".join(difflib.unified_diff(*lines)), "utf-8")
         known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.trainer.runs()}
         same = [commit for commit in known if squeezed(commit) == b"".join(text.split())]
         end = before.rstrip().splitlines()[-1]
-        if not text.rstrip().endswith(end):
-            reason = reason or f"train.py has to end with {end.decode().strip()}"
-        elif same:
-            reason = reason or f"the same train.py as {same[0]}, but for whitespace"
+        if not reason and not text.rstrip().endswith(end):
+            reason = f"train.py has to end with {end.decode().strip()}"
+        elif not reason and same:
+            reason = f"the same train.py as {same[0]}, but for whitespace"
         if reason:
             self.note(n, f"refused: {reason}")
             self.trainer.board.print(f"refused  proposal {n}, {idea}: {reason}")
         else:
             self.train(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
-        return reason
+        return not reason
 
     def train(self, n: int, commit: str, base: str, subject: str) -> None:
         self.note(n, f"trains as {commit}")
@@ -328,7 +328,7 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts().values())
+        count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts())
         hours, slots = (time.monotonic() - self.start) / 3600, self.trainer.slots
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         text = f"\n{self.over() or 'interrupted'}: {sum(count.values())} proposals so far, {found}.\n"
@@ -357,7 +357,8 @@ def guard(parent: int, limit: float, log: str, words: list[str], work: str, env:
     """Runs an agent, the prompt on stdin, and ends all that it has started, also if the loop is killed."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    harness.handle_signals(lambda number, _: sys.exit(128 + number))
+    stopped, end = [], time.monotonic() + limit
+    harness.handle_signals(lambda *_: stopped.append(True))
     if os.getppid() != parent:
         return 1
     options = dict(cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -370,16 +371,13 @@ def guard(parent: int, limit: float, log: str, words: list[str], work: str, env:
                 file.write(text[: max(0, LOG_BYTES - size)])
                 size += len(text)
 
-    reader = threading.Thread(target=copy, daemon=True)
-    try:
-        reader.start()
-        return agent.wait(limit) & 0xFF
-    except subprocess.TimeoutExpired:
-        return TOO_LATE
-    finally:
-        harness.handle_signals(signal.SIG_IGN)
-        end_children()
-        reader.join()
+    reader = threading.Thread(target=copy)
+    reader.start()
+    while agent.poll() is None and not stopped and time.monotonic() < end:
+        time.sleep(0.05)
+    end_children()
+    reader.join()
+    return TOO_LATE if agent.returncode is None else agent.returncode & 0xFF
 
 
 if __name__ == "__main__":

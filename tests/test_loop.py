@@ -26,7 +26,7 @@ BODY = (
 AGENT = r"""
 import fcntl, os, pathlib, re, subprocess, sys, time
 
-words, calls, prompt = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+words, calls, prompt = sys.argv[1].split(","), *sys.argv[2:]
 with open(calls, "a+") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     file.seek(0)
@@ -36,7 +36,8 @@ word, train = words[n % len(words)], pathlib.Path("train.py")
 text = train.read_text()
 assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
 assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
-assert not {"PYTHONPATH", "AUTORESEARCH_CACHE", "RAY_AUTH_MODE"} & set(os.environ) and "PATH" in os.environ
+assert not {"PYTHONPATH", "AUTORESEARCH_CACHE"} & set(os.environ) and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+print("in a", os.environ.get("SANDBOX")) if word != "odd" else None
 
 def edit(knob, by):
     train.write_text(re.sub(rf"\b{knob} = ([\d.]+)", lambda m: f"{knob} = {float(m[1]) + by + n / 1000}", text))
@@ -171,11 +172,14 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
 
 def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     (loop.clone.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
-    loop.clone.finish(loop.start("A,elsewhere,worse,B,worse", args=["--runs=4", "--hours=2"]))
+    loop.clone.finish(
+        loop.start("A,elsewhere,worse,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"])
+    )
     (*_, last) = sorted(
         (loop.clone.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name)
     )
     before, memory, _ = last.read_text().split("```")
+    assert (last.parent / "agent.log").read_text() == "in a box\n"
     assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
     assert "Reference: " in memory and "- refused: it changes harness.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
@@ -185,7 +189,7 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     ("words", "args", "reason"),
     [
         ("fail", [], "5 proposals in a row were refused"),
-        ("A,worse,worse,worse", ["--patience=3"], "[3-6] experiments without a gain"),
+        ("A" + ",worse" * 15, ["--patience=3"], "3 experiments without a gain"),
         ("A", ["--hours=0"], "the hours are over: 0 proposals"),
         ("hang", [], "interrupted: "),
     ],
