@@ -139,7 +139,8 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     output = loop.clone.finish(night)
     assert not loop.ours()
     verdicts = loop.verdicts()
-    assert len(verdicts) >= proposals and re.search(rf"^{runs}.? runs: {len(verdicts)} proposals so far", output, re.M)
+    (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts)} proposals so far", output, re.M)
+    assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.clone.rows()) - 3
 
     folder = loop.clone.folder / "runs" / "proposals"
     found = {row["commit"]: row["description"] for row in loop.clone.rows()}
@@ -173,7 +174,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
 def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     (loop.clone.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
     loop.clone.finish(
-        loop.start("A,elsewhere,worse,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"])
+        loop.start("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"])
     )
     (*_, last) = sorted(
         (loop.clone.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name)
@@ -212,23 +213,41 @@ def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
     clone.finish(clone.wave("base", *TWO_SLOTS))
     clone.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
     output = clone.finish(loop.start("A", "B", args=["--runs=3", "--report", "--agents=1"]))
-    kept, *others = [row for row in clone.rows() if row["description"].startswith("agent") and row["gpu"][-1] == "s"]
-    assert kept["description"] == "agent 1: A 0" and {"agent 2: B 1"} <= {row["description"] for row in others}
+    assert {"agent 1: A 0", "agent 2: B 1"} <= {row["description"] for row in clone.rows()}
     assert clone.run("git diff --name-only main HEAD") == "notes\ntrain.py\n" and "# mine" in clone.run(
         "tail -n1 train.py"
     )
     assert "train.py has changes that are not committed" in output
     reference = clone.run("python -m night reference --tokens 1500000").strip()
-    assert clone.run(f"git diff {reference} HEAD -- train.py") == "" and reference != kept["commit"]
+    assert clone.run(f"git diff {reference} HEAD -- train.py") == ""
     assert "What the night found stands." in (clone.folder / "report.md").read_text()
 
 
-def test_of_two_gains_on_the_same_line_the_better_one_is_kept_and_others_are_combined(loop):
-    """Both begin at the same reference."""
+@pytest.mark.parametrize("first", ["A 0", "A 1"])
+def test_of_two_gains_on_the_same_line_the_better_one_stays(loop, first):
+    """Both begin at the same reference. A 0 is better."""
+    loop.clone.commit(
+        base=BODY.replace("val_bpb", f"time.sleep(5 * (A == {29.001 if first == 'A 0' else 29.0})); val_bpb")
+    )
     loop.clone.finish(loop.start("A,A,B,B", args=["--runs=2"]))
-    rows = {row["description"]: row for row in loop.clone.rows()}
-    assert loop.clone.run("python -m night reference --tokens 1500000").strip() == rows["A 0"]["commit"]
-    assert [v for v in loop.verdicts().values() if "conflicts with" in v or v.startswith("keep: ")]
+    *_, kept, last = rows = [row for row in loop.clone.rows() if row["description"] in ("A 0", "A 1")]
+    assert kept["description"] == first and [row["status"] for row in rows] == ["keep", "keep"]
+    better = next(row["commit"] for row in rows if row["description"] == "A 0")
+    assert loop.clone.run("python -m night reference --tokens 1500000").strip() == better
+    verdict = f"but it conflicts with {kept['commit']}, which is better: {last['commit']}"
+    assert (f"keep, {verdict}" in loop.verdicts().values()) == (first == "A 0")
+
+
+def test_a_killed_loop_takes_its_agents_along(loop):
+    night = loop.start("hang", args=["--agent-limit=99"])
+    while not loop.calls.exists():
+        time.sleep(0.05)
+    night.kill()
+    end = time.monotonic() + 30
+    while loop.ours():
+        assert time.monotonic() < end, loop.ours()
+        time.sleep(0.05)
+    assert loop.verdicts() == {1: "refused: the loop ended first", 2: "refused: the loop ended first"}
 
 
 @pytest.mark.parametrize(
