@@ -119,8 +119,8 @@ class Agent:
         """The first line of its file IDEA, or else of its output."""
         for path in (self.work / "IDEA", PROPOSALS / str(self.n) / "agent.log"):
             for line in plain(path).decode(errors="replace").splitlines():
-                row = dict(description=harness.clean(line), status="crash")
-                if idea := Description.parse(row).subject[:100].strip():  # without what a row would add
+                row = dict(description=harness.clean(line), status="keep")
+                if idea := Description.parse(row).subject[:100].strip():  # without a seed, which a row would add
                     return self.name + idea
         return f"{self.name}no description"
 

@@ -47,7 +47,7 @@ def daemon():
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
 
 if word != "odd":
-    pathlib.Path("IDEA").write_text(f"{word} {n}\n")
+    pathlib.Path("IDEA").write_text(f"\n{word} {n}, seed 7\nnext\n")
 if word in "AB":
     edit(word, -1)
 elif word == "worse":
@@ -253,11 +253,12 @@ def test_a_killed_loop_takes_its_agents_along(loop):
 @pytest.mark.parametrize(
     ("before", "agent", "remedy"),
     [
-        ("", "no-such-program -p", "there is no program no-such-program"),
-        ("git checkout -q --detach; ", "true", "HEAD is on no branch: git checkout -b"),
-        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", "the reference crashes: see"),
+        ("", "no-such-program -p", ": there is no program no-such-program"),
+        ("", "true' --runs '0", " loop: error: argument --runs: 0 is not above 0"),
+        ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
+        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", ": the reference crashes: see"),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):
     output = loop.clone.run(f"{before} python -m night loop --agent '{agent}' --seconds 5", CUDA_VISIBLE_DEVICES="")
-    assert re.search(f"^night: {remedy}", output, re.M), output
+    assert re.search(f"^night{remedy}", output, re.M), output
