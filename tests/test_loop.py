@@ -1,5 +1,7 @@
 """The loop: scripted agents propose stubs of train.py, which a real Ray trains on two slots of this machine."""
 
+import contextlib
+import os
 import re
 import shlex
 import signal
@@ -10,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_wave import TWO_SLOTS, Clone, clone  # noqa: F401
+from test_wave import TWO_SLOTS, Clone
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -50,18 +52,15 @@ if word != "odd":
     pathlib.Path("IDEA").write_text(f"\n{word} {n}, seed 7\nnext\n")
 if word in "AB":
     edit(word, -1)
-elif word == "worse":
-    edit("A", 1)
 elif word == "elsewhere":
     edit("A", -1)
     pathlib.Path("harness.py").write_text("COLUMNS = []")
 elif word == "hang":
     daemon()
     time.sleep(99)
-elif word == "loud":
+elif word in ("worse", "loud"):
     edit("A", 1)
-    for _ in range(50):
-        print("x" * 10**6)
+    print("x" * 5 * 10**7 * (word == "loud"), end="")
 elif word == "hostile":
     daemon()
     os.system("git commit -qam mine; git reset -q --hard HEAD~1; rm -rf .git ../results.tsv ../../results.tsv")
@@ -86,40 +85,53 @@ ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py has to en
 ENDS |= dict(same=r"refused: (the same train.py as \w{7}, but for whitespace|train.py is as before)")
 
 
-class Loop:
-    def __init__(self, clone: Clone, folder: Path):  # noqa: F811
-        self.clone, self.calls, self.agent = clone, folder / "calls", folder / "agent.py"
+class Loop(Clone):
+    def __init__(self, folder: Path, cache: Path):
+        super().__init__(folder, cache)
+        self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
         self.agent.write_text(AGENT)
-        clone.commit(base=BODY)
+        self.commit(base=BODY)
 
-    def start(self, *words: str, args=()) -> subprocess.Popen:
+    def loop(self, *words: str, args=()) -> subprocess.Popen:
         """words: of agents, each a list of what it does."""
         agents = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
         options = ["--agent-env=NIGHT", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *agents, *args]
-        return self.clone.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="")
+        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="")
 
-    def ours(self) -> list[str]:
-        """Command lines of processes, but for Ray's own, which take a minute to end after a kill."""
-        lines = map(" ".join, self.clone.processes().values())
-        return [line for line in lines if re.search(r"-m night|train\.py|agent\.py|sleep\(99\)", line)]
+    def best(self) -> str:
+        """The commit that the night goes on from."""
+        return self.run("python -m night reference --tokens 1500000").strip()
+
+    def all_ended(self, seconds: float = 30) -> bool:
+        """But for Ray's own processes, which take a minute to end after a kill."""
+        ours, end = re.compile(r"-m night|train\.py|agent\.py|sleep\(99\)"), time.monotonic() + seconds
+        while left := [words for words in self.processes().values() if ours.search(" ".join(words))]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        return not left
 
     def verdicts(self) -> dict[int, str]:
         """Of all proposals by their numbers. Those that were trained have one row each, the others none."""
-        files = (self.clone.folder / "runs" / "proposals").glob("*/verdict.txt")
+        files = (self.folder / "runs" / "proposals").glob("*/verdict.txt")
         found = {int(path.parent.name): path.read_text().strip() for path in files}
         assert sorted(found) == [*range(1, len(found) + 1)]
-        rows = Counter((row["commit"], row["status"]) for row in self.clone.rows() if "base" not in row["description"])
+        rows = Counter((row["commit"], row["status"]) for row in self.rows() if "base" not in row["description"])
         trained = [verdict for verdict in found.values() if not verdict.startswith("refused")]
         assert rows == Counter((verdict[-7:], re.match(r"\w+", verdict)[0]) for verdict in trained)
-        assert all(rows[name] == 1 for name in rows)
-        refs = self.clone.run("git for-each-ref --format='%(objectname:short=7)' refs/heads/autoresearch/mar5-loop/")
+        assert set(rows.values()) <= {1}
+        refs = self.run("git for-each-ref --format='%(objectname:short=7)' refs/heads/autoresearch/mar5-loop/")
         assert sorted(refs.split()) == sorted(commit for commit, _ in rows)
         return found
 
 
 @pytest.fixture
-def loop(clone, tmp_path) -> Loop:  # noqa: F811
-    return Loop(clone, tmp_path)
+def loop(prepared, tmp_path):
+    loop = Loop(tmp_path / "clone", prepared)
+    yield loop
+    for pid in loop.processes():  # of a test that has failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(1200)
@@ -128,57 +140,46 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     """Nothing is lost, doubled or left running, and the clone is as a night leaves it."""
     for stage in range(1, kills + 2):
         runs = proposals * stage // (kills + 1) * 2 // 3
-        night = loop.start(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
-        while stage <= kills and len(loop.clone.rows()) < runs:
+        night = loop.loop(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
+        while stage <= kills and len(loop.rows()) < runs:
             time.sleep(0.05)
             assert night.poll() is None, night.stdout.read()
         if stage <= kills:
             night.kill()
-            while loop.ours():
-                time.sleep(0.05)
-    output = loop.clone.finish(night)
-    assert not loop.ours()
+            assert loop.all_ended()
+    output = loop.finish(night)
+    assert loop.all_ended(0)
     verdicts = loop.verdicts()
     (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts)} proposals so far", output, re.M)
-    assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.clone.rows()) - 3
+    assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.rows()) - 3
 
-    folder = loop.clone.folder / "runs" / "proposals"
-    found = {row["commit"]: row["description"] for row in loop.clone.rows()}
+    folder = loop.folder / "runs" / "proposals"
+    found = {row["commit"]: row["description"] for row in loop.rows()}
     for number, verdict in verdicts.items():
-        prompt = folder / str(number) / "prompt.md"
         word = found.get(verdict[-7:], "").split(" ")[0]
         if word in ENDS:
             assert re.match(ENDS[word], verdict)
-        elif prompt.exists() and "the loop ended" not in verdict:
+        elif (folder / str(number) / "prompt.md").exists() and "the loop ended" not in verdict:
             assert word == "```" or any(re.fullmatch(end, verdict) for end in ENDS.values()), (number, word, verdict)
-        assert not prompt.exists() or prompt.read_text().count("```") == 2
+    assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
     (odd,) = {text for text in found.values() if "wider" in text} or [""]
     assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
     assert max(path.stat().st_size for path in folder.glob("*/agent.log")) == 2**20
 
-    clone = loop.clone  # noqa: F811
-    assert clone.run("git status --porcelain") == "" and clone.run("git diff main --name-only") == "train.py\n"
-    *_, kept = (
-        row["commit"]
-        for row in clone.rows()
-        if clone.run(f"git merge-base --is-ancestor {row['commit']} HEAD; echo $?") == "0\n"
-    )
-    assert clone.run(f"git diff {kept} HEAD -- train.py; python -m night reference --tokens 1500000").strip() == kept
-    best = min(row["val_bpb"] for row in clone.rows() if row["status"] == "keep")
-    assert next(row["val_bpb"] for row in clone.rows() if row["commit"] == kept) == best
-    log = (clone.folder / "results.tsv").read_bytes()
-    clone.finish(loop.start(EVERY, args=[f"--runs={runs}"]))
-    assert (clone.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
+    assert loop.run("git status --porcelain") == "" and loop.run("git diff main --name-only") == "train.py\n"
+    history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
+    *_, kept = (row for row in loop.rows() if row["commit"] in history)
+    assert loop.best() == kept["commit"] and loop.run(f"git diff {kept['commit']} HEAD -- train.py") == ""
+    assert kept["val_bpb"] == min(row["val_bpb"] for row in loop.rows() if row["status"] == "keep")
+    log = (loop.folder / "results.tsv").read_bytes()
+    loop.finish(loop.loop(EVERY, args=[f"--runs={runs}"]))
+    assert (loop.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
 
 
 def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
-    (loop.clone.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
-    loop.clone.finish(
-        loop.start("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"])
-    )
-    (*_, last) = sorted(
-        (loop.clone.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name)
-    )
+    (loop.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
+    loop.finish(loop.loop("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"]))
+    (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
     assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
@@ -196,57 +197,54 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     ],
 )
 def test_the_loop_ends_with_a_reason(loop, words, args, reason):
-    night = loop.start(words, args=args)
+    night = loop.loop(words, args=args)
     if words == "hang":
         while not loop.calls.exists():
             time.sleep(0.05)
         night.send_signal(signal.SIGINT)
-    output = loop.clone.finish(night, code=130 * (words == "hang"))
+    output = loop.finish(night, code=130 * (words == "hang"))
     assert re.search(rf"^{reason}", output, re.M) and "python -m night report" in output, output
-    assert "python -m night report" in output
-    assert not loop.clone.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
+    assert not loop.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
 
 
 def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
     """A commit on the branch is merged with what is kept; a train.py with changes is left alone. Then the report."""
-    clone = loop.clone  # noqa: F811
-    clone.finish(clone.wave("base", *TWO_SLOTS))
-    clone.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
-    output = clone.finish(loop.start("A", "B", args=["--runs=3", "--report", "--agents=1"]))
-    assert {"agent 1: A 0", "agent 2: B 1"} <= {row["description"] for row in clone.rows()}
-    assert clone.run("git diff --name-only main HEAD") == "notes\ntrain.py\n" and "# mine" in clone.run(
-        "tail -n1 train.py"
-    )
+    loop.finish(loop.wave("base", *TWO_SLOTS))
+    loop.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
+    output = loop.finish(loop.loop("A", "B", args=["--runs=3", "--report", "--agents=1"]))
+    assert {"agent 1: A 0", "agent 2: B 1"} <= {row["description"] for row in loop.rows()}
+    assert loop.run("git diff --name-only main HEAD; tail -n1 train.py") == "notes\ntrain.py\n# mine\n"
     assert "train.py has changes that are not committed" in output
-    reference = clone.run("python -m night reference --tokens 1500000").strip()
-    assert clone.run(f"git diff {reference} HEAD -- train.py") == ""
-    assert "What the night found stands." in (clone.folder / "report.md").read_text()
+    assert loop.run(f"git diff {loop.best()} HEAD -- train.py") == ""
+    assert "What the night found stands." in (loop.folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("first", ["A 0", "A 1"])
 def test_of_two_gains_on_the_same_line_the_better_one_stays(loop, first):
     """Both begin at the same reference. A 0 is better."""
-    loop.clone.commit(
-        base=BODY.replace("val_bpb", f"time.sleep(5 * (A == {29.001 if first == 'A 0' else 29.0})); val_bpb")
-    )
-    loop.clone.finish(loop.start("A,A,B,B", args=["--runs=2"]))
-    *_, kept, last = rows = [row for row in loop.clone.rows() if row["description"] in ("A 0", "A 1")]
+    loop.commit(base=BODY.replace("val_bpb", f"time.sleep(5 * (A == {29.001 if first == 'A 0' else 29.0})); val_bpb"))
+    loop.finish(loop.loop("A,A,B,B", args=["--runs=2"]))
+    *_, kept, last = rows = [row for row in loop.rows() if row["description"] in ("A 0", "A 1")]
     assert kept["description"] == first and [row["status"] for row in rows] == ["keep", "keep"]
-    better = next(row["commit"] for row in rows if row["description"] == "A 0")
-    assert loop.clone.run("python -m night reference --tokens 1500000").strip() == better
+    assert loop.best() == next(row["commit"] for row in rows if row["description"] == "A 0")
     verdict = f"but it conflicts with {kept['commit']}, which is better: {last['commit']}"
     assert (f"keep, {verdict}" in loop.verdicts().values()) == (first == "A 0")
 
 
+def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):
+    loop.finish(loop.loop("A,B,worse", args=["--runs=2"]))
+    kept, older, both = loop.rows()[3:]
+    assert both["description"] == f"{older['description']}, again on {kept['commit']}"
+    assert {row["status"] for row in (kept, older, both)} == {"keep"} and both["val_bpb"] == 1.319001
+    assert loop.run("git rev-parse HEAD").startswith(both["commit"])
+
+
 def test_a_killed_loop_takes_its_agents_along(loop):
-    night = loop.start("hang", args=["--agent-limit=99"])
+    night = loop.loop("hang", args=["--agent-limit=99"])
     while not loop.calls.exists():
         time.sleep(0.05)
     night.kill()
-    end = time.monotonic() + 30
-    while loop.ours():
-        assert time.monotonic() < end, loop.ours()
-        time.sleep(0.05)
+    assert loop.all_ended()
     assert loop.verdicts() == {1: "refused: the loop ended first", 2: "refused: the loop ended first"}
 
 
@@ -260,5 +258,5 @@ def test_a_killed_loop_takes_its_agents_along(loop):
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):
-    output = loop.clone.run(f"{before} python -m night loop --agent '{agent}' --seconds 5", CUDA_VISIBLE_DEVICES="")
+    output = loop.run(f"{before} python -m night loop --agent '{agent}' --seconds 5", CUDA_VISIBLE_DEVICES="")
     assert re.search(f"^night{remedy}", output, re.M), output
