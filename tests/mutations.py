@@ -793,7 +793,7 @@ SECTIONS = [
         ("set() if args.again else {", "set() if True else {"),
         ("run[:2] not in done", "run not in done"),
     ]),
-    ("The loop", "night/loop.py", ["test_loop.py", "-k", "killed or prompt"], [
+    ("The loop", "night/loop.py", ["test_loop.py", "-k", "killed or prompt or trained_again"], [
         ('text.startswith("refused") and text != ENDED', 'text.startswith("refused")'),
         ('squeezed(commit) == b"".join(text.split())', "read_train(commit) == text"),
         ('if name != "train.py"]:', 'if name not in ("train.py", "harness.py")]:'),
@@ -802,7 +802,6 @@ SECTIONS = [
         ("        time.sleep(0.05)\n    end_children()\n", "        time.sleep(0.05)\n"),
         ("    prctl(PR_SET_CHILD_SUBREAPER, 1)\n", ""),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
-        ("and time.monotonic() < end:", "and True:"),
         ("text[: max(0, LOG_BYTES - size)]", "text"),
         ('":!/results.tsv", ', ""),
         (""".replace("```", "'''")""", ""),
@@ -819,6 +818,7 @@ SECTIONS = [
         ('base == now or row["val_bpb"] < min(scores, default=0.0)', "True"),
         ('.decode().strip() == head:', '.decode().strip():'),
         ("REFUSED = 5", "REFUSED = 9"),
+        ("and time.monotonic() < end:", "and True:"),
     ]),
     ("The report", "night/wave.py", ["test_report.py", "-k", "interrupted or without_a_test"], [
         ("not kind.report or Description.parse(row).test_bpb is not None", "True"),

@@ -193,16 +193,17 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
         ("fail", [], "5 proposals in a row were refused"),
         ("A" + ",worse" * 15, ["--patience=3"], "3 experiments without a gain"),
         ("A", ["--hours=0"], "the hours are over: 0 proposals"),
+        ("hang", ["--agent-limit=1"], r"refused  proposal \d, .*: no proposal within 1 s"),
         ("hang", [], "interrupted: "),
     ],
 )
 def test_the_loop_ends_with_a_reason(loop, words, args, reason):
     night = loop.loop(words, args=args)
-    if words == "hang":
+    if stop := reason == "interrupted: ":
         while not loop.calls.exists():
             time.sleep(0.05)
         night.send_signal(signal.SIGINT)
-    output = loop.finish(night, code=130 * (words == "hang"))
+    output = loop.finish(night, code=130 * stop)
     assert re.search(rf"^{reason}", output, re.M) and "python -m night report" in output, output
     assert not loop.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
 
