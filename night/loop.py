@@ -132,8 +132,8 @@ class Loop:
         self.args, self.kind, self.trainer = args, kind, Trainer(args, kind)
         self.branch = branch()
         self.most = min(args.agents or self.trainer.slots, self.trainer.slots)
-        names = [f"agent {i}: " * (len(args.agent) > 1) for i in range(1, len(args.agent) + 1)]
-        self.turns = itertools.cycle(zip(names, args.agent, strict=True))
+        several = len(args.agent) > 1
+        self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
         self.numbers: dict[str, tuple[int, str]] = {}  # of proposals in training: number and base
         self.trained = self.refused = 0  # runs of this night; refusals in a row
@@ -168,9 +168,9 @@ class Loop:
     def commits(self) -> dict[int, tuple[str, str, str]]:
         """Commit, base and subject of each accepted proposal, by number."""
         form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
-        lines = git("for-each-ref", f"--format={form}", f"refs/heads/{self.branch}-loop/").decode().splitlines()
-        found = sorted((int(n), *rest) for n, *rest in [line.split("\t") for line in lines])
-        return {n: (commit[:7], base[:7], subject) for n, commit, base, subject in found}
+        options = ["--sort=version:refname", f"--format={form}", f"refs/heads/{self.branch}-loop/"]
+        lines = [line.split("\t") for line in git("for-each-ref", *options).decode().splitlines()]
+        return {int(n): (commit[:7], base[:7], subject) for n, commit, base, subject in lines}
 
     def over(self) -> str:
         """Why no agent is asked any more."""
@@ -257,9 +257,10 @@ class Loop:
         changed = [name for name, before in agent.files.items() if plain(agent.work / name) != before]
         if others := [name for name in changed if name != "train.py"]:
             reason = f"it changes {', '.join(others[:3])}"
+        elif not changed and code == TOO_LATE:
+            reason = f"no proposal within {self.args.agent_limit:g} s"
         elif not changed:
-            late = f"no proposal within {self.args.agent_limit:g} s"
-            reason = {0: "train.py is as before", TOO_LATE: late}.get(code, f"exit status {code}")
+            reason = f"exit status {code}" if code else "train.py is as before"
         trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         self.refused = 0 if trains else self.refused + 1

@@ -16,14 +16,8 @@ from test_wave import TWO_SLOTS, Clone
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
-# Two knobs, far enough from each other for git to merge changes of both
-BODY = (
-    "A = 30"
-    + "\n    #" * 4
-    + "\n    B = 30"
-    + "\n    #" * 4
-    + "\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
-)
+APART = "\n    #" * 4  # far enough for git to merge changes of both knobs
+BODY = f"A = 30{APART}\n    B = 30{APART}\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
 # Each call does what the next word says, in a checkout of the reference. A and B lower a knob: a gain.
 AGENT = r"""
 import fcntl, os, pathlib, re, subprocess, sys, time
@@ -105,7 +99,7 @@ class Loop(Clone):
     def all_ended(self, seconds: float = 30) -> bool:
         """But for Ray's own processes, which take a minute to end after a kill."""
         ours, end = re.compile(r"-m night|train\.py|agent\.py|sleep\(99\)"), time.monotonic() + seconds
-        while left := [words for words in self.processes().values() if ours.search(" ".join(words))]:
+        while left := any(ours.search(" ".join(words)) for words in self.processes().values()):
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
@@ -213,7 +207,7 @@ def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
     loop.finish(loop.wave("base", *TWO_SLOTS))
     loop.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
     output = loop.finish(loop.loop("A", "B", args=["--runs=3", "--report", "--agents=1"]))
-    assert {"agent 1: A 0", "agent 2: B 1"} <= {row["description"] for row in loop.rows()}
+    assert {"agent 1: A 0", "agent 2: B 1"} <= loop.scores().keys()
     assert loop.run("git diff --name-only main HEAD; tail -n1 train.py") == "notes\ntrain.py\n# mine\n"
     assert "train.py has changes that are not committed" in output
     assert loop.run(f"git diff {loop.best()} HEAD -- train.py") == ""
@@ -222,7 +216,7 @@ def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
 
 @pytest.mark.parametrize("first", ["A 0", "A 1"])
 def test_of_two_gains_on_the_same_line_the_better_one_stays(loop, first):
-    """Both begin at the same reference. A 0 is better."""
+    """A 0 is better. Both begin at the same reference."""
     loop.commit(base=BODY.replace("val_bpb", f"time.sleep(5 * (A == {29.001 if first == 'A 0' else 29.0})); val_bpb"))
     loop.finish(loop.loop("A,A,B,B", args=["--runs=2"]))
     *_, kept, last = rows = [row for row in loop.rows() if row["description"] in ("A 0", "A 1")]
