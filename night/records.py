@@ -75,7 +75,7 @@ def budget(folder: Path) -> tuple[str, float]:
 
 def running() -> list[Path]:
     """Records that are being written, the oldest first."""
-    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*/") if not (folder / "summary.json").exists()}
+    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()}
     return sorted((folder for folder in started if time.time() - last_change(folder) < QUIET), key=started.get)
 
 

@@ -237,6 +237,8 @@ class Trainer:
             else:
                 del self.pending[stream]
                 self.records.pop(run, None)
+                if run.commit not in [other.commit for other in self.runs()]:
+                    del self.archives[run.commit]  # Ray's memory of a long night
                 row, text = log_row(run, self.kind, base, *event)
                 self.board.print(text)
                 yield run, row
