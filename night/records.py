@@ -85,7 +85,9 @@ def last_change(folder: Path) -> float:
 
 def jump(points: list[Point], nats: float = 0.3) -> float | None:
     """Where, as a share of the run, the loss rises by more than so much from one point to the next after the first
-    tenth; else None."""
+    tenth; else None. In a run of few steps a point is a single batch's loss, which jumps anyway."""
+    if len(points) < 40:
+        return None
     for before, after in itertools.pairwise(points[len(points) // 10 :]):
         if after.loss - before.loss > nats:
             return after.step / points[-1].step
