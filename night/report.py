@@ -44,7 +44,8 @@ def report(args: argparse.Namespace) -> None:
         if args.attribute:
             text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, args, kind)}"
     print(f"\n{text}")
-    harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n![](progress.png)\n", "utf-8")
+    pictures = "![](progress.png)" + "\n\n![](arms.png)" * (len(arms(rows)) > 1)
+    harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n{pictures}\n", "utf-8")
     plot()
 
 

@@ -198,16 +198,16 @@ class Tuner:
                 for run, row in trainer.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
-                    if trial.user_attrs["base"] == run.commit:
-                        ended = {commit for commit in self.begun(run.commit) if commit != run.commit}
-                        decide({name_of(row) for row in self.kind.rows() if row["commit"] in ended}, row, self.kind)
+                    edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
+                    if edits:  # the reference has ended, some of its edits perhaps before it
+                        ended = {name_of(other) for other in self.kind.rows() if other["commit"] in edits}
+                        decide(ended - {run[:2]}, row, self.kind)
         self.show_best()
 
-    def begun(self, base: str = "") -> list[str]:
-        """The commits of all trials that have begun, or of those that edit `base`; "" for one that has none yet."""
+    def begun(self) -> list[dict]:
+        """`base` and `commit` of each trial that has begun, as far as it has got."""
         trials = self.study.get_trials(deepcopy=False)
-        attributes = [trial.user_attrs for trial in trials if trial.state != self.states.WAITING]
-        return [found.get("commit", "") for found in attributes if base in ("", found.get("base"))]
+        return [trial.user_attrs for trial in trials if trial.state != self.states.WAITING]
 
     def next_trial(self):
         """One that was killed, or a new one; None if there are enough. The reference is the first of those from it."""
@@ -244,11 +244,13 @@ class Tuner:
             self.trainer.submit(run, base)
 
     def tell(self, trial, row: dict) -> None:
-        crashed = row["status"] == "crash"
-        self.study.tell(trial, **({"state": self.states.FAIL} if crashed else {"values": row["val_bpb"]}))
+        if row["status"] == "crash":
+            self.study.tell(trial, state=self.states.FAIL)
+        else:
+            self.study.tell(trial, row["val_bpb"])
 
     def show_best(self) -> None:
-        commits = {*self.begun(), self.base}
+        commits = {found.get("commit") for found in self.begun()} | {self.base}
         rows = [row for row in self.kind.rows() if row["commit"] in commits and Description.parse(row).seed is None]
         rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
         best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
