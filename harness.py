@@ -15,6 +15,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -33,14 +34,14 @@ WEIGHTS = RESULTS.with_name("model.safetensors")
 SEED = 42  # unless --seed is given
 
 
-# ---------------------------------------------------------------------------------------------------------------- clock
+# ---- Clock
 class Clock:
     """The budget of a run, in tokens or in seconds of wall time from the first training step to the end of the last.
 
         clock.start()
         while clock.running():
             ...  # one optimizer step
-            clock.advance(tokens, loss, epoch)
+            clock.advance(tokens, loss, epoch, lr)
         clock.stop()
 
     `progress()` drives the schedules. A run counts if its last step began inside the budget.
@@ -56,11 +57,13 @@ class Clock:
         self.steps = self.tokens = 0
         self.started = self.stopped = None
         self._step_began = 0.0  # seconds after the start
-        self._losses, self._line = LossReader(), ProgressLine()
+        self._pending, self._losses = None, []  # the last step; losses since the last line
+        self._line = -1  # that line, in 1/200 of the budget
 
     def start(self) -> None:
         gc.collect()
         gc.disable()  # a collection would stall a step by half a second
+        write_record("curve.tsv", "step\tseconds\ttokens\tloss\tlr\n")
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -84,17 +87,35 @@ class Clock:
         expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of another step
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
-    def advance(self, tokens: int, loss, epoch: int) -> None:
-        """After each step. loss: a scalar on the device; epoch: of its text."""
+    def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
+        """After each step. loss: a scalar on the device; epoch: of its text; lr: for curve.tsv."""
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        self._losses.add(loss)
-        if self._losses.count:
-            line = f"step {self.steps:05d} ({100 * self.progress():.1f}%) | loss {self._losses.mean:.4f}"
-            self._line.show(now, f"{line} | {self.tokens / now:,.0f} tok/s | epoch {epoch} | {now:.0f} s")
+        pending = copy_to_host(loss), self.progress(), self.steps, now, self.tokens, epoch, lr
+        self._read_loss()
+        self._pending = pending
+
+    def _read_loss(self, last: bool = False) -> None:
+        """Reads the loss of the step before: the host never waits for the one it has just launched.
+
+        Prints a line whenever another 1/200 of the budget is over. Raises FloatingPointError unless loss < 100.
+        """
+        if self._pending is None:
+            return
+        wait, progress, step, now, tokens, epoch, lr = self._pending
+        loss = wait()
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
+        self._losses.append(loss)
+        if last or int(200 * progress) > self._line:
+            mean, rate = statistics.fmean(self._losses), "" if lr is None else f"{lr:.6g}"
+            line = f"step {step:05d} ({100 * progress:.1f}%) | loss {mean:.4f} | {tokens / now:,.0f} tok/s"
+            print(f"{line} | epoch {epoch} | {now:.0f} s", flush=True)
+            write_record("curve.tsv", f"{step}\t{now:.2f}\t{tokens}\t{mean:.4f}\t{rate}\n", "a")
+            self._losses, self._line = [], int(200 * progress)
 
     def stop(self) -> float:
         """Waits for the last step and checks its loss. Returns the training seconds."""
@@ -102,61 +123,24 @@ class Clock:
             synchronize()
             self.stopped = time.perf_counter()
             self.release()
-            self._losses.read()
+            self._read_loss(last=True)
         return self.elapsed()
 
     def release(self) -> None:
         """Undoes what `start` and `running` did to the process."""
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
-        self._line.end()
 
 
-class LossReader:
-    """Reads each loss one step later: the host never waits for the step it has just launched."""
-
-    def __init__(self):
-        self.count, self.mean = 0, 0.0  # of the losses read; the mean is a running one
-        self._pending: Callable[[], float] | None = None
-
-    def add(self, loss) -> None:
-        copy = copy_to_host(loss)
-        self.read()
-        self._pending = copy
-
-    def read(self) -> None:
-        """Reads the last loss. Raises FloatingPointError unless it is below 100."""
-        if self._pending is not None:
-            loss, self._pending = self._pending(), None
-            self.count += 1
-            if not loss < 100:  # NaN included
-                raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {self.count}")
-            self.mean += (loss - self.mean) * max(0.1, 1 / self.count)
-
-
-class ProgressLine:
-    """On a terminal one line, rewritten every 0.2 s; in a file a line every 5 s."""
-
-    def __init__(self):
-        self._shown = -math.inf
-
-    def show(self, now: float, text: str) -> None:
-        live = sys.stdout.isatty()
-        if now - self._shown >= (0.2 if live else 5):
-            self._shown = now
-            print(f"\r{text}    " if live else text, end="" if live else "\n", flush=True)
-
-    def end(self) -> None:
-        if self._shown >= 0 and sys.stdout.isatty():
-            print(flush=True)
+def write_record(name: str, text: str, mode: str = "w") -> None:
+    """Into the folder that night has made for it, if it has. A full disk costs the record, not the run."""
+    with suppress(KeyError, OSError), open(Path(night_record()["folder"], name), mode) as file:
+        file.write(text)
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles the model: step(loader) is an optimizer step, here on random tokens. When memory runs out, halves
-    model.config.device_batch_size; the total batch stays.
-
-    Restores buffers, gradients and random numbers. The weights have moved: initialize them again.
-    """
+    """Compiles the model by step(loader), an optimizer step, on random tokens. When memory runs out, halves
+    model.config.device_batch_size. Restores all but the weights: initialize them again."""
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
@@ -191,19 +175,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def copy_to_host(tensor) -> Callable[[], float]:
-    """Starts to copy a scalar. Returns a function that waits for the copy and returns the value."""
+def copy_to_host(scalar) -> Callable[[], float]:
+    """Starts the copy. Returns a function that waits for it and returns the value."""
     import torch
 
-    tensor = tensor.detach()
-    if not tensor.is_cuda:
-        return tensor.item
-    host, copied = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-    copied.record()
+    host = scalar.detach().to("cpu", non_blocking=True)
+    if not scalar.is_cuda:
+        return host.item
+    copied = torch.cuda.current_stream().record_event()
     return lambda: (copied.synchronize(), host.item())[1]
 
 
-# ------------------------------------------------------------------------------------------------------------------ log
+# ---- Log
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
 
 
@@ -234,11 +217,10 @@ class Description(NamedTuple):
 
     @classmethod
     def parse(cls, row: dict) -> Description:
-        text, reason = row["description"], ""
-        if row["status"] == "crash":
-            text, reason = re.fullmatch(r"(.*?) ?(?:\[([^[]*)\])?", text).groups()
-        subject, seed, test = re.fullmatch(r"(.*?)(?:[,:] seed (\d+))?(?:, test (\d+\.\d{6}))?", text).groups()
-        return cls(subject, int(seed) if seed else None, float(test) if test else None, reason or "")
+        pattern = r"(.*?)(?:[,:] seed (\d+))?(?:, test (\d+\.\d{6}))?"
+        pattern += r" ?(?:\[([^[]*)\])?" if row["status"] == "crash" else "()"
+        subject, seed, test, reason = re.fullmatch(pattern, row["description"]).groups()
+        return cls(subject, seed and int(seed), test and float(test), reason or "")
 
     def __str__(self) -> str:
         text = self.subject if self.seed is None else f"{self.subject}, seed {self.seed}"
@@ -254,10 +236,10 @@ def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> s
 
 def read_results(path: str | Path | None = None) -> list[dict]:
     """The rows of results.tsv, numbers as floats. Skips lines that are not rows."""
-    text = ""
     with suppress(OSError):
-        text = Path(path or RESULTS).read_text("utf-8", errors="replace")
-    return [row for line in text.split("\n") if (row := parse_row(line))]
+        lines = Path(path or RESULTS).read_text("utf-8", errors="replace").split("\n")
+        return [row for row in map(parse_row, lines) if row]
+    return []
 
 
 def parse_row(line: str) -> dict | None:
@@ -268,20 +250,14 @@ def parse_row(line: str) -> dict | None:
             return row | numbers
 
 
-def best_result(gpu: str, dataset: str, path: str | Path | None = None) -> dict | None:
-    """The row of the lowest val_bpb on that gpu and dataset."""
-    rows = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
-    return min((row for row in rows if row["status"] != "crash"), key=lambda row: row["val_bpb"], default=None)
-
-
 def log_result(
     *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
     description=None, path=None,
 ) -> str:  # fmt: skip
     """Appends one row to results.tsv, or prints it on stderr if the file refuses it. Returns its status.
 
-    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (None: the lowest so far for
-    that gpu and dataset). Else `discard`. Commit and description are those of HEAD unless given.
+    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (by default the lowest of
+    that gpu and dataset). Else `discard`. Commit and description are by default those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
@@ -294,24 +270,22 @@ def log_result(
     text = str(Description(description or "", None, test_bpb, reason))
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
-    def judge() -> tuple[str, str]:
-        *_, last = [None, *read_results(path)]
-        if last and last["dataset"] != dataset:
-            print(f"{path.name}: the row before is on {last['dataset']}, this one on {dataset}: they do not compare")
-        best = best_result(gpu, dataset, path)
-        bar = to_beat if to_beat is not None else best["val_bpb"] if best else math.inf
-        status = "crash" if reason else "keep" if round(val_bpb, 6) < bar else "discard"
-        fields = commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"
-        return status, "\t".join(fields)
+    def judge() -> str:
+        rows = read_results(path)
+        if rows and (last := rows[-1]["dataset"]) != dataset:
+            print(f"{path.name}: the row before is on {last}, this one on {dataset}: they do not compare")
+        same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+        best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
+        better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
+        status = "crash" if reason else "keep" if better else "discard"
+        return "\t".join((commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"))
 
     try:
         with locked(path) as file:
-            status, line = judge()
-            append_row(file, line)
+            append_row(file, line := judge())
     except (OSError, ValueError) as error:
-        status, line = judge()
-        print(f"{path} refuses this row ({error}):\n{line}", file=sys.stderr, flush=True)
-    return status
+        print(f"{path} refuses this row ({error}):\n{(line := judge())}", file=sys.stderr, flush=True)
+    return line.split("\t")[3]
 
 
 @contextmanager
@@ -352,7 +326,8 @@ def night_record() -> dict:
     """What `python -m night` tells a run, a JSON object in the environment variable AUTORESEARCH_RUN; else {}.
 
     commit, description: of its row, as they were when the run began. log: whether to log it whatever its budget.
-    score_test: whether to score the test split, too. row: a file that gets a copy of its row.
+    score_test: whether to score the test split, too. row: a file that gets a copy of its row. folder: where the run
+    leaves curve.tsv and summary.json, logged or not.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 
@@ -372,7 +347,7 @@ def git_head(seed: int | None = None) -> tuple[str, str]:
     return "0000000", ""
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---- GPU
 class GPU(NamedTuple):
     """What an experiment has to know of a GPU."""
 
@@ -441,10 +416,10 @@ def gpu_name() -> str:
     """For the gpu column. A Hopper without FlashAttention-3 is slower, so another kind."""
     import torch
 
-    if not torch.cuda.is_available():
+    capability, *_, has_fa3 = this_gpu()
+    if capability is None:
         return "cpu"
-    slower = torch.cuda.get_device_capability() == (9, 0) and not fa3_installed()
-    return torch.cuda.get_device_name() + ", without FA3" * slower
+    return torch.cuda.get_device_name() + ", without FA3" * (capability == (9, 0) and not has_fa3)
 
 
 def fa3_installed() -> bool:
@@ -472,10 +447,9 @@ def load_fa3() -> Callable:
 def start_compiler() -> None:
     """Starts Inductor's workers while the model is built, and changes five of PyTorch's defaults.
 
-    By default Inductor times several configurations of each reduction over short rows, two of most other kernels, and
-    padded GEMMs: 6, 2 and 1 s of a start on an H200, for nothing faster. It reads the rows of an RMSNorm several times
-    where other parts of a kernel flip or sum them: 2% of a step there (all measured). AOTAutograd does not cache graphs
-    with custom autograd functions.
+    Inductor would time configurations of reductions over short rows, of most other kernels, and of padded GEMMs: 9 s of
+    a start on an H200, for nothing faster. It would read an RMSNorm's rows several times where other parts of a kernel
+    flip or sum them: 2% of a step (all measured). AOTAutograd would not cache graphs with custom autograd functions.
     """
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
@@ -498,21 +472,21 @@ def start_compiler() -> None:
     InductorChoices.should_use_persistent_reduction = staticmethod(in_one_pass)
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
+# ---- Run
 def run(train: Callable, build_model: Callable) -> None:
     """Runs an experiment from the command line.
 
-    train(clock, tokenizer, device, seed, gpu) trains within the clock's budget and returns the model and a dict of
-    numbers for the summary. build_model(config, device, gpu) makes the model of a saved config. model.config is
-    a dataclass with `seq_len` and `device_batch_size`; model(x) gives logits (B, T, V).
+    train(clock, tokenizer, device, seed, gpu) returns the model and a dict of numbers for the summary.
+    build_model(config, device, gpu) makes the model of a saved config. model.config is a dataclass with `seq_len` and
+    `device_batch_size`; model(x) gives logits (B, T, V).
     """
     import torch
 
-    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes and prints val_bpb.")
+    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes, prints val_bpb and logs it.")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s; such a run is not logged")
-    budget.add_argument("--tokens", type=int, help="budget in tokens; such a run is not logged")
-    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu; such a run is not logged")
+    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s: not logged")
+    budget.add_argument("--tokens", type=int, help="budget in tokens: not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu: not logged")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
     parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
@@ -527,7 +501,9 @@ def run(train: Callable, build_model: Callable) -> None:
         tokenizer = Tokenizer.from_directory()
         if args.sample is None:
             model = train_and_score(train, args, device, gpu, tokenizer)
-            print_sample(model, tokenizer, args.seed)
+            with suppress(Exception):  # of an edited model that gives no logits, say
+                text = textwrap.fill(clean(sample(model, tokenizer, "", args.seed, tokens=64)), 100)
+                print("The model writes:", textwrap.indent(text, "    "), sep="\n")  # not like a line of the summary
             if args.save:
                 save_weights(model)
         else:
@@ -541,72 +517,68 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
-    entry = LogEntry(args, tokenizer)
-    budget = budget_name(None if clock.limit else clock.seconds, clock.limit, args.gpu)
-    print(f"{gpu_name()}{budget}, {entry.fields['dataset']}, seed {args.seed}", flush=True)
+    by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
+    refusal = f"not logged: {by_hand} set by hand" if by_hand and not night_record().get("log") else ""
+    commit, description = git_head(None if args.seed == SEED else args.seed)  # now: they may change meanwhile
+    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
+    row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
+    if not refusal:
+        adopt_dataset(tokenizer.directory)
+
+    def log(summary: dict, **result) -> dict:
+        """Writes the row and the record; returns the whole summary. Afterwards a signal just ends the process."""
+        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
+        status = refusal or log_result(**row, **result)
+        summary.setdefault("status", status)  # a crash has one
+        numbers = {key: as_number(value) for key, value in summary.items()}
+        write_record("summary.json", json.dumps(numbers | row, indent=1, default=str))
+        handle_signals(signal.SIG_DFL)
+        return summary | row
+
+    print(f"{label}, {row['dataset']}, seed {args.seed}", flush=True)
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
         assert clock.stopped is not None, "train() has to start, advance and stop the clock"
         start = time.perf_counter()
-        val_bpb, test_bpb, tokens_M = score(model, tokenizer, "val"), None, clock.tokens / 1e6
+        val_bpb, test_bpb = score(model, tokenizer, "val"), None
         eval_seconds = time.perf_counter() - start
         if night_record().get("score_test"):
             test_bpb = score(model, tokenizer, "test")
             numbers["test_bpb"] = f"{test_bpb:.6f}"
         memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0  # bytes
-        best = best_result(entry.fields["gpu"], entry.fields["dataset"])
+        seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
+        summary = {
+            "val_bpb": f"{val_bpb:.6f}",
+            "training_seconds": f"{seconds:.1f}",
+            "total_seconds": f"{total:.1f}",
+            "peak_vram_mb": f"{memory / 2**20:.1f}",
+            "mfu_percent": "0.00",
+            "total_tokens_M": f"{tokens_M:.1f}",
+            "num_steps": clock.steps,
+            "num_params_M": f"{num_params(model) / 1e6:.1f}",
+            "depth": "?",
+            "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
+            "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
+            "eval_seconds": f"{eval_seconds:.1f}",
+            **numbers,
+            "seed": args.seed,
+        }
     except BaseException as error:
         clock.release()
-        entry.log(val_bpb=0.0, memory_gb=0.0, reason=crash_reason(error))
+        reason = crash_reason(error)
+        log({"status": "crash", "reason": reason}, val_bpb=0.0, memory_gb=0.0, reason=reason)
         raise
-    status = entry.log(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
-    total, seconds = process_seconds(), clock.elapsed()
-    if best and tokens_M < 0.9 * best["tokens_M"]:
-        saw = f"{best['commit']}, the best so far, saw {best['tokens_M']:.1f} M"
-        numbers["slower"] = f"{tokens_M:.1f} M tokens, where {saw}: a slower model, or a busy machine"
-    summary = {
-        "val_bpb": f"{val_bpb:.6f}",
-        "training_seconds": f"{seconds:.1f}",
-        "total_seconds": f"{total:.1f}",
-        "peak_vram_mb": f"{memory / 2**20:.1f}",
-        "mfu_percent": "0.00",
-        "total_tokens_M": f"{tokens_M:.1f}",
-        "num_steps": clock.steps,
-        "num_params_M": f"{num_params(model) / 1e6:.1f}",
-        "depth": "?",
-        "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
-        "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
-        "eval_seconds": f"{eval_seconds:.1f}",
-        **numbers,
-        "seed": args.seed,
-        "status": status,
-        **entry.fields,
-    }
+    summary = log(summary, val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
 
 
-class LogEntry:
-    """This run's row. Made at the start: commits and datasets may change meanwhile."""
-
-    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
-        by_hand = [f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None]
-        logged = not by_hand or night_record().get("log")
-        self.refusal = "" if logged else f"not logged: {' and '.join(by_hand)} set by hand"
-        commit, description = git_head(None if args.seed == SEED else args.seed)
-        gpu = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
-        dataset = dataset_id(tokenizer.directory)
-        self.fields = {"commit": commit, "description": description, "gpu": gpu, "dataset": dataset}
-        if logged:
-            adopt_dataset(tokenizer.directory)
-
-    def log(self, **numbers) -> str:
-        """Returns the status. Afterwards a signal just ends the process."""
-        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
-        status = self.refusal or log_result(**self.fields, **numbers)
-        handle_signals(signal.SIG_DFL)
-        return status
+def as_number(value):
+    """The number that a text stands for; else the value."""
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
 
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
@@ -622,8 +594,8 @@ def num_params(model) -> int:
 
 
 def handle_signals(handler) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
 
 
 def on_signal(number, frame):
@@ -633,8 +605,8 @@ def on_signal(number, frame):
 
 
 def crash_reason(error: BaseException) -> str:
-    """`out of memory`, `NaN at step 40`, `RuntimeError line 182, called from line 240`: train.py's two innermost lines,
-    as a wrong shape is found in Linear.forward, but was made by its caller."""
+    """`out of memory`, `NaN at step 40`, or the error with train.py's two innermost lines: a wrong shape is found in
+    Linear.forward, but was made by its caller."""
     if isinstance(error, SystemExit):
         return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
@@ -654,7 +626,7 @@ def process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
+# ---- Weights and text
 def save_weights(model) -> None:
     """Writes weights, in half precision, and config. A full disk costs the file, not the run."""
     import torch
@@ -682,35 +654,25 @@ def load_weights(build_model: Callable, device, gpu: GPU):
             model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
-        remedy = "run python train.py --save again"
-        raise PrepareError(f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): {remedy}") from None
+        text = f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run python train.py --save again"
+        raise PrepareError(text) from None
     return model
 
 
-def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256, seconds: float = math.inf) -> str:
-    """Continues a text at temperature 0.8, until the model ends the document or after so many tokens or seconds."""
+def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256) -> str:
+    """Continues a text at temperature 0.8, until the model ends the document or after so many tokens."""
     import torch
 
     torch.manual_seed(seed)
-    ids, seq_len = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()), model.config.seq_len
-    device, most, end = next(model.parameters()).device, len(ids) + tokens, time.perf_counter() + seconds
+    bos, seq_len, device = tokenizer.get_bos_token_id(), model.config.seq_len, next(model.parameters()).device
+    ids = tokenizer.encode(text, prepend=bos)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled was another shape
-        while len(ids) < most and time.perf_counter() < end:
+        for _ in range(tokens):
             context = ids[-seq_len:]
-            padded = context + [0] * (seq_len - len(context))  # causal: no token sees it
+            padded = context + [bos] * (seq_len - len(context))  # causal: no token sees what follows
             logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
             token = torch.multinomial(torch.softmax(logits / 0.8, -1), 1).item()
-            if token == tokenizer.get_bos_token_id():
+            if token == bos:
                 break
             ids.append(token)
     return tokenizer.decode(ids[1:])
-
-
-def print_sample(model, tokenizer: Tokenizer, seed: int) -> None:
-    """A few lines that the model writes, indented: none looks like one of the summary."""
-    try:
-        text = sample(model, tokenizer, "", seed, tokens=128, seconds=1.5)
-        words = "".join(c if c.isprintable() else " " for c in text).split()
-        print("The model writes:", *(f"    {line}" for line in textwrap.wrap(" ".join(words), 100)), sep="\n")
-    except Exception as error:  # the run has its row and its summary
-        print(f"train.py: no sample: {crash_reason(error)}", file=sys.stderr)

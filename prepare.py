@@ -53,7 +53,7 @@ SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 # 3.917 / 3.924 / 3.926 bytes per token and take 1.1 / 4.2 / 9.0 s on two cores.
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
-DATASET = Path(__file__).resolve().with_name(".dataset")  # names the dataset of this clone, a folder in the cache
+DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
 
 
 class PrepareError(Exception):
@@ -79,18 +79,16 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
     x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
     y = torch.full_like(x, -1)
     x[:n], y[:n] = text[:-1], text[1:]
-    nbytes = torch.tensor([*tokenizer.token_bytes(), 0], device=device)[y]  # -1 finds the 0 at the end
+    nbytes = torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # -1 finds the 0 at the end
     nats = torch.zeros((), dtype=torch.float64, device=device)
     training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad():
-            for xb, yb, counts in zip(*(t.view(batches, batch_size, seq_len) for t in (x, y, nbytes > 0)), strict=True):
-                loss = model(xb, yb, reduction="none").view(-1)  # (B*T,)
-                nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
-    finally:
-        for module in training:
-            module.training = True
+    model.eval()
+    with torch.no_grad():
+        for xb, yb, counts in zip(*(t.view(batches, batch_size, seq_len) for t in (x, y, nbytes > 0)), strict=True):
+            loss = model(xb, yb, reduction="none").view(-1)  # (B*T,)
+            nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
+    for module in training:
+        module.training = True
     return (nats / (math.log(2) * nbytes.sum())).item()  # the only point where the host waits for the device
 
 
@@ -120,9 +118,8 @@ class TokenStream:
 
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target. The order depends on T alone, not on --seed.
-    RandomState's streams are frozen, those of default_rng are not."""
-    random = np.random.RandomState(1)
+    """Endless (start, epoch) of windows of T inputs and one more target, in one order for all seeds."""
+    random = np.random.RandomState(1)  # a frozen stream, unlike default_rng's
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
     order = random.permutation(count) if shuffle else range(count)
@@ -159,10 +156,11 @@ def cache_dir() -> Path:
 def current_dataset() -> Path:
     """Folder of this clone's dataset, else of the one prepared last. Raises PrepareError if there is none."""
     name = read(DATASET) or read(cache_dir() / "current")
-    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (cache_dir() / name).is_dir():
-        return cache_dir() / name
+    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (directory := cache_dir() / name).is_dir():
+        return directory
     missing = f"{name!r:.99} is not prepared" if name else "no data prepared"
-    raise PrepareError(f"{missing} in {cache_dir()}: run `python prepare.py` first, with its --data")
+    remedy = "run `python prepare.py` first, or set AUTORESEARCH_CACHE to where it is"
+    raise PrepareError(f"{missing} in {cache_dir()}: {remedy}")
 
 
 def adopt_dataset(directory: Path) -> None:
@@ -212,27 +210,25 @@ def lock(file, patience: float) -> bool:
 class Tokenizer:
     """Byte-level BPE, stored as tiktoken does: one line `base64(token) rank` per token."""
 
-    def __init__(self, ranks: dict[bytes, int], fingerprint: bytes, directory: Path):
+    def __init__(self, directory: Path):
+        path = directory / "tokenizer.txt"
+        try:
+            data = path.read_bytes()
+            ranks = {base64.b64decode(line.partition(b" ")[0]): i for i, line in enumerate(data.splitlines())}
+            sizes = [len(token) for token in ranks]
+            if self.dump(ranks) != data or 0 in sizes or sizes.count(1) < 256 or len(sizes) > 65000:
+                raise ValueError("damaged")
+        except (OSError, ValueError) as error:
+            raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py as before") from None
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        self.ranks, self.bos_token_id = ranks, specials[SPECIAL_TOKENS[0]]
-        self.fingerprint = fingerprint  # its shards carry it
-        self.directory = directory  # where its shards are
+        self.directory, self.token_bytes = directory, sizes + [0] * len(specials)  # 0 for special ones
+        self.fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
         """Of the dataset in `directory` (None: current_dataset()). Raises PrepareError if it is not usable."""
-        path = Path(directory or current_dataset()) / "tokenizer.txt"
-        try:
-            data = path.read_bytes()
-            ranks = {base64.b64decode(line.partition(b" ")[0]): i for i, line in enumerate(data.splitlines())}
-            every_byte = {bytes([byte]) for byte in range(256)}
-            if cls.dump(ranks) != data or b"" in ranks or not every_byte <= ranks.keys() or len(ranks) > 65000:
-                raise ValueError("damaged")
-        except (OSError, ValueError) as error:
-            raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py as before") from None
-        fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
-        return cls(ranks, fingerprint, path.parent)
+        return cls(Path(directory or current_dataset()))
 
     @staticmethod
     def dump(ranks: dict[bytes, int]) -> bytes:
@@ -245,7 +241,7 @@ class Tokenizer:
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
-        ranks = {bytes(token): rank for token, rank in sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])}
+        ranks = {bytes(token): rank for token, rank in bpe.get_mergeable_ranks()}
         with new_file(path) as file:
             file.write(Tokenizer.dump(ranks))
         print(f"tokenizer: {len(ranks)} tokens", flush=True)
@@ -254,7 +250,7 @@ class Tokenizer:
         return self.encoding.n_vocab
 
     def get_bos_token_id(self) -> int:
-        return self.bos_token_id
+        return self.encoding.encode_single_token(SPECIAL_TOKENS[0])
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
         """Token ids of a text, or a list of them per text, after `prepend`, the id or name of a special token."""
@@ -263,28 +259,24 @@ class Tokenizer:
         head = [] if prepend is None else [prepend]
         if isinstance(text, str):
             return head + self.encoding.encode_ordinary(text)
-        return [head + ids for ids in self.encoding.encode_ordinary_batch(text, num_threads=os.cpu_count() or 1)]
+        return [head + ids for ids in self.encoding.encode_ordinary_batch(text)]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
-
-    def token_bytes(self) -> list[int]:
-        """Raw bytes per token, 0 for special ones."""
-        return [len(token) for token in self.ranks] + [0] * len(SPECIAL_TOKENS)
 
 
 def get_token_bytes(device="cpu"):
     """(vocab,) int32: raw bytes per token of the current dataset, 0 for special ones."""
     import torch
 
-    return torch.tensor(Tokenizer.from_directory().token_bytes(), dtype=torch.int32, device=device)
+    return torch.tensor(Tokenizer.from_directory().token_bytes, dtype=torch.int32, device=device)
 
 
 # ---- Token shards
 # A header of 128 bytes, then the tokens as uint16, all little-endian
 
 MAGIC = b"token shards, v2"
-SHARD = "{}_{:05d}.bin".format  # split, number
+SPLITS, SHARD = ("train", "val", "test"), "{}_{:05d}.bin".format  # SHARD(split, number)
 HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's fingerprint, SHA-256 of the tokens
 
 
@@ -292,16 +284,12 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
     """Its tokens, (n,) uint16, memory-mapped, and their SHA-256. Raises PrepareError if it is damaged."""
     try:
         data = np.memmap(path, "<u2", "r")
-        magic, n, tokenizer, checksum = HEADER.unpack_from(data)
+        *header, checksum = HEADER.unpack_from(data)
         tokens = data[HEADER.size // 2 :]
-        whole = (magic, tokenizer, n) == (MAGIC, fingerprint, len(tokens)) and n > 0
-        if not whole or (verify and hashlib.sha256(tokens).digest() != checksum):
+        if header != [MAGIC, len(tokens), fingerprint] or (verify and hashlib.sha256(tokens).digest() != checksum):
             raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
-        remedy = "delete it and train_shards there, and run prepare.py as before"
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            remedy = "raise `ulimit -n`, or give fewer --num-shards"
-        raise PrepareError(f"{path}: {error}; {remedy}") from None
+        raise PrepareError(f"{path}: {error}; delete it and train_shards there, and run prepare.py as before") from None
     return tokens, checksum
 
 
@@ -318,16 +306,15 @@ SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
 SHARD_CHARS = 2**26  # per train shard of a folder of one's own
 
-Part = tuple[Path, int, int | None]  # documents [start, stop) of a file, or of the standard library's folder
-Files = Iterable[tuple[str, Iterable[str]]]  # each file of a dataset: its name, and the texts to make it of
+Part = tuple[Path, int, int | None]  # documents [start, stop) of a file or of the standard library
+Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: names, and texts to make them of
 
 
-def find_source(data: str) -> tuple[str, Callable[[int | None], Files]]:
+def find_source(data: str) -> tuple[str, Callable]:
     """A dataset's name, which depends on text and constants, and its files by number of train shards (None: all)."""
-    if data in HUB:
-        label, contents, files = data, HUB[data], lambda n: read_parts(hub_parts(data, n), HUB[data])
-    elif data == "embedded":
-        label, contents, files = data, sys.version_info, lambda n: read_parts(embedded_parts())
+    if data in SOURCES:
+        contents = HUB.get(data, sys.version_info)
+        label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
     else:
         label, contents, files = find_folder(Path(data).resolve())
     sizes = [VOCAB_SIZE, EVAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS, SHARD_CHARS]
@@ -335,13 +322,13 @@ def find_source(data: str) -> tuple[str, Callable[[int | None], Files]]:
     return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", files
 
 
-def find_folder(folder: Path) -> tuple[str, list, Callable[[int | None], Files]]:
+def find_folder(folder: Path):
     if not folder.is_dir():
         raise PrepareError(f"--data {folder} is no folder, and none of {', '.join(SOURCES)}: check the spelling")
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".parquet", ".txt") and path.is_file()]
-    paths = [path for path in paths if "/." not in f"/{path.relative_to(folder)}"]  # hidden
+    visible = [path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}"]
+    paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
     if not paths:
-        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder, or {' or '.join(HUB)}")
+        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-") or "folder"
     if label in SOURCES:
         label += "-folder"
@@ -351,23 +338,20 @@ def find_folder(folder: Path) -> tuple[str, list, Callable[[int | None], Files]]
         parquet.sort(key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
         contents = [(path.name, hashes[path]) for path in parquet]
         return label, contents, lambda n: read_parts(climbmix_like_parts(parquet, n))
-    paths.sort(key=hashes.get)  # their names and times do not matter
+    paths.sort(key=hashes.get)  # names do not matter
     return label, sorted(hashes.values()), lambda n: own_files(paths, n)
 
 
-def hub_parts(data: str, num_shards: int) -> list[Part]:
-    """Test, validation (10,000 stories each of tinystories, as its card suggests) and each train shard."""
+def source_parts(data: str, num_shards: int | None) -> list[Part]:
+    """Test, validation and each train shard."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
         return [(raw / name, 0, None) for name in (TEST_FILE, VAL_FILE, *train)]
-    cuts = [0, 10_000, *range(20_000, 20_001 + num_shards * 250_000, 250_000)]
-    return [(raw / "tinystories_gpt4_clean.parquet", *cut) for cut in itertools.pairwise(cuts)]
-
-
-def embedded_parts() -> list[Part]:
-    """This Python's standard library: the last 5% validate, the 5% before test."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
+    if data == "tinystories":  # 10,000 stories each for test and validation, as its card suggests
+        cuts = [0, 10_000, *range(20_000, 20_001 + num_shards * 250_000, 250_000)]
+        return [(raw / "tinystories_gpt4_clean.parquet", *cut) for cut in itertools.pairwise(cuts)]
+    stdlib = Path(sysconfig.get_path("stdlib"))  # the last 5% validate, the 5% before test
     count = sum(1 for _ in documents(stdlib))
     twentieth = max(1, count // 20)
     test, val = count - 2 * twentieth, count - twentieth
@@ -386,10 +370,10 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]
 
 def read_parts(parts: list[Part], repo: str = "") -> Files:
     """The tokenizer learns from the first train shard alone, so it does not depend on their number."""
-    names = [SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
-    names, parts, arriving = ["tokenizer.txt", *names], [parts[2], *parts], {}
+    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
+    parts, arriving = [parts[2], *parts], {}
 
-    def texts(i: int) -> Iterator[str]:
+    def texts(i):
         path, start, stop = parts[i]
         if not arriving:  # this file is the first one that is needed
             arriving.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
@@ -403,24 +387,22 @@ def read_parts(parts: list[Part], repo: str = "") -> Files:
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
     """By the hash of its text, a document is among the 5% for validation, the 5% for test, or the rest."""
 
-    def hashed() -> Iterator[tuple[bytes, str]]:
+    def hashed():
         for text in filter(None, itertools.chain.from_iterable(map(documents, paths))):
             yield hashlib.sha256(text.encode()).digest()[:8], text
 
-    def in_order(chosen: list[bytes]) -> Iterator[str]:
-        found = set(chosen)
-        yield from (text for _, text in sorted(pair for pair in hashed() if pair[0] in found))
+    def in_order(chosen):
+        yield from (text for _, text in sorted(pair for pair in hashed() if chosen[0] <= pair[0] <= chosen[-1]))
 
     sizes = {digest: len(text) for digest, text in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        raise PrepareError(f"{len(order)} documents are too few for train, validation and test: give more text")
+        raise PrepareError(f"{len(order)} documents are too few for three splits: give more text")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield SHARD("test", 0), in_order(test)
     yield SHARD("val", 0), in_order(val)
-    held_out = {*val, *test}
-    shards = batches((text for digest, text in hashed() if digest not in held_out), SHARD_CHARS)
+    shards = batches((text for digest, text in hashed() if digest >= train[0]), SHARD_CHARS)
     for i, texts in enumerate(itertools.islice(shards, num_shards)):
         yield SHARD("train", i), texts
 
@@ -446,12 +428,12 @@ def documents(path: Path) -> Iterator[str | None]:
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-        yield from filter(None, ((path / name).read_text("utf-8", errors="replace") for name in names))
+        yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # a document ends at <|endoftext|>, or at the last newline within 8 Ki characters: a book is many
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it, with iconv say") from None
+            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it") from None
         for book in text.split("<|endoftext|>"):
             yield from re.findall(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", book.strip("\n"))
 
@@ -462,14 +444,12 @@ def parquet_column(path: Path) -> Iterator[str | None]:
     try:
         with pq.ParquetFile(path) as file:
             if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
-                raise TypeError(f"its column `text` has the type {kind}")
+                raise TypeError(kind)
             for batch in file.iter_batches(256, columns=["text"]):
                 yield from batch.column(0).to_pylist()
     except Exception as error:
-        remedy = "delete or replace it, or rename its text column to `text`"
-        raise PrepareError(
-            f"{path} has no column `text` of strings, or is damaged ({one_line(error)}): {remedy}"
-        ) from None
+        problem = f"{path} is damaged, or has no column `text` of strings ({one_line(error)})"
+        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -495,19 +475,16 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
     from huggingface_hub.utils import get_session
 
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    hub = {"repo_id": repo, "repo_type": "dataset", "endpoint": endpoint}
     reached = Future()
 
-    def work() -> None:
-        try:
-            reached.set_result(get_session().head(endpoint, timeout=5))
-        except Exception as error:
-            return reached.set_exception(error)
-        for path, future in futures.items():
+    def work():
+        for path, future in [(None, reached), *futures.items()]:
             try:
-                future.set_result(download(path, hub))
+                future.set_result(download(path, repo, endpoint) if path else get_session().head(endpoint, timeout=5))
             except Exception as error:
                 future.set_exception(error)
+                if future is reached:
+                    return
 
     # a daemon, so the process can end without it; looking up a name has no timeout
     threading.Thread(target=work, daemon=True).start()
@@ -518,16 +495,16 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
     return futures
 
 
-def download(path: Path, hub: dict[str, str]) -> None:
+def download(path: Path, repo: str, endpoint: str) -> None:
     """hf_hub_download resumes transfers and honours Retry-After; other failures are retried here."""
     from huggingface_hub import hf_hub_download
 
     for attempt in range(ATTEMPTS):
         try:
-            hf_hub_download(filename=path.name, local_dir=path.parent, **hub)
+            hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
             next(parquet_column(path), None)  # is it one?
             return
-        except Exception as error:  # from requests, httpx or huggingface_hub, depending on its version
+        except Exception as error:  # of requests, httpx or huggingface_hub
             if getattr(error, "errno", None):  # from the disk
                 raise
             cause = error.__cause__ or error
@@ -536,7 +513,7 @@ def download(path: Path, hub: dict[str, str]) -> None:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
-            raise PrepareError(f"{path.name} of {hub['repo_id']}: {one_line(cause)}; run again, {ELSEWHERE}")
+            raise PrepareError(f"{path.name} of {repo}: {one_line(cause)}; run again, {ELSEWHERE}")
         print(f"{path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
@@ -549,7 +526,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
     if not data and wanted not in SOURCES:  # a folder, whose path this clone does not know
-        if num_shards or not is_ready(current_dataset()):
+        if num_shards or not is_ready(cache_dir() / own):
             raise PrepareError(f"this clone's dataset is {own}: give the --data that it was made of")
         return current_dataset()
     try:
@@ -567,11 +544,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 def make(data: str, num_shards: int | None) -> Path:
     """Prepares a dataset and names it in `current`. Each number of shards is a dataset of its own."""
     name, files = find_source(data)
-    have = 0  # train shards of it in the current dataset
-    with suppress(PrepareError):
-        own, _, shards = current_dataset().name.rpartition("x")
-        have = int(shards) if own == name else 0
-    count = None if data == "embedded" else num_shards or default_shards(data, have)
+    count = None if data == "embedded" else num_shards or default_shards(data, name)
     directory, current = cache_dir() / (f"{name}x{count}" if count else name), cache_dir() / "current"
     if is_ready(directory) and read(current) == directory.name:
         return directory
@@ -580,43 +553,39 @@ def make(data: str, num_shards: int | None) -> Path:
         if not lock(file, patience=0):
             print(f"another prepare.py is at work in {cache_dir()}: waiting for it", flush=True)
             lock(file, math.inf)
-        try:
-            if not is_ready(directory):
-                build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
-        except Unreachable as error:
-            if num_shards or not have or not is_ready(current_dataset()):
-                raise
-            print(f"{error}; until then {have} of {count} shards have to do")
-            return current_dataset()
+        if not is_ready(directory):
+            build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
         with new_file(current) as file:
             file.write(directory.name.encode() + b"\n")
-    if data in HUB:  # huggingface_hub's metadata and leftovers
-        shutil.rmtree(cache_dir() / data / "raw" / ".cache", ignore_errors=True)
     return directory
 
 
-def default_shards(data: str, have: int) -> int | None:
-    """As many as there are and, from the hub, at least what five minutes consume on this GPU. None: all."""
+def default_shards(data: str, name: str) -> int | None:
+    """As many as before and, from the hub, at least what five minutes consume on this GPU. None: all."""
+    have = 0
+    with suppress(PrepareError):
+        own, _, shards = current_dataset().name.rpartition("x")
+        have = int(shards) if own == name else 0
     if data not in HUB or have >= 10:
         return have or None
     import torch
 
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    need = 10 if capability >= (8, 0) else 2 if capability > (0, 0) else 1
-    if max(have, need) == 1:
+    if torch.cuda.is_available():
+        return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
+    if not have:
         print("no GPU here, so one shard; for a GPU elsewhere give --num-shards 2 (T4, V100) or 10 (newer)")
-    return max(have, need)
+    return have or 1
 
 
 def is_ready(directory: Path) -> bool:
     with suppress(PrepareError):
-        tokenizer = Tokenizer.from_directory(directory)
-        return all(TokenStream(tokenizer, split) for split in ("train", "val", "test"))
+        tokenizer = Tokenizer(directory)
+        return all(TokenStream(tokenizer, split) for split in SPLITS)
     return False
 
 
 def build(directory: Path, files: Files, siblings: list[Path]) -> None:
-    """Makes or links what is missing. Siblings are the same dataset with other numbers of shards."""
+    """Makes or links what is missing. siblings: the same dataset with other numbers of shards."""
     directory.mkdir(exist_ok=True)
     train_shards = 0
     for name, texts in files:
@@ -626,7 +595,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
                 os.link(sibling / name, path)
         train_shards += name.startswith("train")
         with suppress(PrepareError):
-            tokenizer = Tokenizer.from_directory(directory)
+            tokenizer = Tokenizer(directory)
             if name != "tokenizer.txt":
                 open_shard(path, tokenizer.fingerprint, verify=True)
             continue
@@ -642,7 +611,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
     """Makes a token shard. In threads, as tiktoken releases the GIL: 14 MB/s per core, where processes gave 17."""
     bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
 
-    def encode(batch: list[str]) -> np.ndarray:
+    def encode(batch):
         ids = []
         for text in batch:
             pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # 10^6 spaces overflow the regex
@@ -675,16 +644,14 @@ def main() -> None:
     args = parser.parse_args()
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
-        tokenizer, splits = Tokenizer.from_directory(directory), ("train", "val", "test")
-        sizes = {split: len(TokenStream(tokenizer, split, args.verify)) for split in splits}
-        if sizes["val"] <= EVAL_TOKENS:
-            print(f"too little text: val has {sizes['val']:,} tokens, and should have {EVAL_TOKENS + 1:,}")
-        text = ", ".join(f"{size / 1e6:.1f} M {split}" for split, size in sizes.items())
-        print(f"ready: {dataset_id(directory)}, {text} tokens, in {directory}")
+        tokenizer = Tokenizer(directory)
+        sizes = [f"{len(TokenStream(tokenizer, split, args.verify)) / 1e6:.1f} M {split}" for split in SPLITS]
+        print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(f"{one_line(error)}: free some space, or set AUTORESEARCH_CACHE to another folder")
+        full = "free some space, or " if error.errno == errno.ENOSPC else ""
+        sys.exit(f"{one_line(error)}: {full}set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
 

@@ -697,7 +697,7 @@ def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     while clock.running():
         set_schedules(optimizer, clock.progress(), clock.steps)
         loss, epoch = train_step(model, optimizer, scaler, loader)
-        clock.advance(model.config.total_batch_size, loss, epoch)
+        clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
         if resets.due(clock):
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)

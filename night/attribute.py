@@ -1,34 +1,98 @@
-"""Which of the kept changes are real? The last kept train.py is trained with and without each, with new seeds."""
+"""Which of the kept changes are real? Trains the last kept train.py without half of them at a time, with new seeds.
+
+Each run says something about every change, so that 32 runs know the effect of each of 16 changes to 0.35 standard
+deviations of a seed, where leaving out one at a time would take 270. docs/keep_rules.md has the simulation behind it.
+"""
 
 import argparse
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
-from night.rows import Kind, git, good
+from night.rows import Kind, git, good, seed_noise
 from night.wave import run_of, train_all
 from prepare import PrepareError
 
-FIRST_SEEDS, MOST_SEEDS = 2, 6  # per change
-IDLE = 0.7  # standard errors: a change with a smaller effect gets no more seeds (modelled: 60 runs for 16 changes)
-LEVEL = 0.05  # of all verdicts together, by Holm's correction
-MARGIN = 0.001  # bits per byte: the pruned file may be so much worse, at 95%
+LEVEL = 0.1  # at most so many of the changes called real are not, by Benjamini and Hochberg's correction
+ROUNDS = 2  # the second one is about changes left open by the first
+CHECKS = 3  # new seeds each for the full and for the pruned file
+MARGIN = 2  # standard deviations of a seed by which the pruned file may score worse in that check
 
 
 @dataclass
 class Change:
-    """A kept change, with those later ones that sit on its lines, and the file without it."""
+    """A kept change. Effects are what its removal costs, in bits per byte, others being there or not."""
 
-    numbers: set[int]
     name: str
-    lines: int  # that the file has more with it
-    commit: str  # of the file without it
-    effects: dict[str, list[float]] = field(default_factory=dict)  # by split: what its removal costs, a number per seed
+    lines: int  # that it adds
+    val: float = math.nan
+    test: float = math.nan
+    error: float = math.nan  # standard error of val
     verdict: str = "open"
+
+
+def halves(count: int) -> np.ndarray:
+    """(runs, count) bool, which changes each run leaves out: each in half of the runs, any two together in a quarter.
+
+    The runs are the smallest power of two that leaves four degrees of freedom or more.
+    """
+    from scipy.linalg import hadamard
+
+    runs = 2 ** math.ceil(math.log2(count + 5))
+    return hadamard(runs)[:, 1 : count + 1] < 0
+
+
+def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
+    """Gives each change effects and a verdict.
+
+    measure(left_out, first): trains a run for each row of left_out (runs, changes), with seeds from number `first` on;
+    returns which it has left out in fact, val_bpb, and test's; NaN where a run has crashed. sd, freedom: what is known
+    of a seed's standard deviation.
+    """
+    left_out, scores = np.empty((0, len(changes)), bool), np.empty((0, 2))
+    for _ in range(ROUNDS):
+        chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
+        if not chosen:
+            break
+        plan = np.zeros((len(halves(len(chosen))), len(changes)), bool)
+        plan[:, chosen] = halves(len(chosen))
+        done, new = measure(plan, len(scores))
+        left_out, scores = np.concatenate([left_out, done]), np.concatenate([scores, new])
+        judge(changes, left_out, scores, sd, freedom)
+    for change in changes:
+        change.verdict = "no evidence" if change.verdict == "open" else change.verdict
+
+
+def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
+    """Least squares over all runs. `real` and `harmful` by one-sided t tests; `needed` if every run without it crashed;
+    `open` if it seems to help."""
+    from scipy import stats
+
+    fine = ~np.isnan(scores[:, 0])
+    for i, change in enumerate(changes):
+        if left_out[:, i].any() and not (fine & left_out[:, i]).any():
+            change.verdict = "needed"
+    tested = [i for i, change in enumerate(changes) if change.verdict != "needed"]
+    design = np.column_stack([np.ones(fine.sum()), left_out[fine][:, tested]])
+    effects, _, rank, _ = np.linalg.lstsq(design, scores[fine], rcond=None)
+    squares = ((scores[fine] - design @ effects)[:, 0] ** 2).sum() + sd**2 * freedom
+    freedom += len(design) - rank
+    if not freedom or not tested:
+        raise PrepareError(
+            f"{fine.sum()} of {len(fine)} runs ended well, too few for {len(changes)} changes: see their rows"
+        )
+    errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))
+    effects, errors = effects[1:], errors[1:]
+    chances = [stats.t.sf(sign * effects[:, 0] / errors, freedom) for sign in (1, -1)]
+    real, harmful = (stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL for p in chances)
+    for i, (val, test), error, helps, harms in zip(tested, effects, errors, real, harmful, strict=True):
+        changes[i].val, changes[i].test, changes[i].error = val, test, error
+        changes[i].verdict = "real" if helps else "harmful" if harms else "open" if val > 0 else "no evidence"
 
 
 def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
@@ -37,128 +101,83 @@ def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
     kept: rows of the kept commits, the first of which is the baseline.
     """
     kept = [row for i, row in enumerate(kept) if row["commit"] not in [other["commit"] for other in kept[:i]]]
-    files = [read_train(row["commit"]) for row in kept]
+    files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
     branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
-    full, changes = kept[-1]["commit"], []
-    for i in range(1, len(files)):
-        numbers = group(files, i)
-        text, names = without(files, numbers), [Description.parse(kept[j]).subject for j in sorted(numbers)]
-        if text is None or text == files[-1] or numbers in [change.numbers for change in changes]:
-            continue
-        name = " with: ".join(names)
-        commit = commit_train(full, text, f"without: {name}", f"{branch}-without/{i}")
-        changes.append(Change(numbers, name, files[-1].count(b"\n") - text.count(b"\n"), commit))
-    if not changes:
-        raise PrepareError("none of the kept changes can be taken out of the last kept train.py")
+    sizes = [file.count(b"\n") for file in files]
+    changes = [Change(Description.parse(row).subject, sizes[i] - sizes[i - 1]) for i, row in enumerate(kept) if i]
+    sd, freedom = seed_noise(kept[-1]["gpu"], kept[-1]["dataset"])
 
-    def measure(chosen: list[Change], seeds: int) -> None:
-        rows = train([full, *(change.commit for change in chosen)], range(101, 101 + seeds), args, kind)
-        for change in chosen:
-            change.effects = {split: pairs(rows, change.commit, full, split) for split in ("val", "test")}
+    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        done, runs = np.zeros_like(plan), []
+        for row, wanted in enumerate(plan):
+            dropped = possible(files, [int(i) + 1 for i in np.flatnonzero(wanted)])
+            done[row, [i - 1 for i in dropped]] = True
+            runs.append((build(files, dropped, full, f"{branch}-without/{first + row}"), 1001 + first + row))
+        rows = train(runs, args, kind)
+        return done, np.array([score(rows, *run) for run in runs])
 
-    decide(changes, measure)
-    lines = [*table(changes), "", *prune(files, kept, changes, branch, args, kind)]
-    return "\n".join(lines)
-
-
-def decide(changes: list[Change], measure: Callable[[list[Change], int], None]) -> None:
-    """Gives each a verdict: measure(changes, seeds) sets their effects with so many seeds, more for those left open."""
-    for seeds in range(FIRST_SEEDS, MOST_SEEDS + 1):
-        if chosen := [change for change in changes if change.verdict == "open"]:
-            measure(chosen, seeds)
-            judge(changes, last=seeds == MOST_SEEDS)
-
-
-def train(commits: list[str], seeds: Sequence[int], args: argparse.Namespace, kind: Kind) -> list[dict]:
-    """Their rows with these seeds; those that are there already are not repeated."""
-    subjects = {commit: git("log", "-1", "--format=%s", commit).decode(errors="replace").strip() for commit in commits}
-    runs = [run_of(commit, subjects[commit], seed) for seed in seeds for commit in commits]
-    return list(train_all(runs, args, kind).values())
-
-
-def pairs(rows: list[dict], commit: str, full: str, split: str) -> list[float]:
-    """val_bpb, or that of test, of a commit minus that of the full file, with the same seeds."""
-    scores = []
-    for name in (commit, full):
-        parts = [(Description.parse(row), row["val_bpb"]) for row in good(rows, name)]
-        scores.append({part.seed: bpb if split == "val" else part.test_bpb for part, bpb in parts})
-    return [bpb - scores[1][seed] for seed, bpb in scores[0].items() if None not in (bpb, scores[1].get(seed))]
-
-
-def spread(changes: list[Change], split: str = "val") -> tuple[float, int]:
-    """Standard deviation of a pair's difference, pooled over all changes, and its degrees of freedom."""
-    groups = [change.effects[split] for change in changes if len(change.effects.get(split, ())) > 1]
-    freedom = sum(len(values) - 1 for values in groups)
-    squares = sum(statistics.variance(values) * (len(values) - 1) for values in groups)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
-
-
-def judge(changes: list[Change], last: bool) -> None:
-    """Sets verdicts: `real` or `harmful` by a t test on val that holds for all changes and all looks together, `needed`
-    if the file crashes without it, `no evidence` if the effect is below IDLE or no seed is left."""
-    from scipy import stats
-
-    sd, freedom = spread(changes)
-    looks = MOST_SEEDS - FIRST_SEEDS + 1
-    ranked = []
+    decide(changes, measure, sd, freedom)
+    lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     for change in changes:
-        values = change.effects["val"]
-        if values and freedom:
-            error = sd / math.sqrt(len(values)) or 1e-12
-            score = statistics.mean(values) / error
-            ranked.append((2 * stats.t.sf(abs(score), freedom) * looks, score, change))
-        elif change.verdict == "open":
-            change.verdict = "needed"
-    ranked.sort(key=lambda entry: entry[0])
-    holds = True
-    for i, (p, score, change) in enumerate(ranked):
-        holds = holds and p * (len(ranked) - i) < LEVEL
-        if change.verdict == "open" and holds:
-            change.verdict = "real" if score > 0 else "harmful"
-        elif change.verdict == "open" and (last or abs(score) < IDLE):
-            change.verdict = "no evidence"
+        numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
+        lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
+    return "\n".join([*lines, "", prune(files, full, changes, branch, args, kind)])
 
 
-def table(changes: list[Change]) -> list[str]:
-    """Of all changes, in the order in which they were kept."""
-    lines = ["| change | lines | removal costs val | removal costs test | standard error | seeds | verdict |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    sd, _ = spread(changes)
-    for change in changes:
-        val, test = (change.effects.get(split, []) for split in ("val", "test"))
-        means = " | ".join(f"{statistics.mean(values):+.4f}" if values else "" for values in (val, test))
-        error = f"{sd / math.sqrt(len(val)):.4f}" if val else ""
-        lines.append(f"| {change.name} | {change.lines:+d} | {means} | {error} | {len(val)} | {change.verdict} |")
-    return lines
-
-
-def prune(files, kept, changes: list[Change], branch: str, args: argparse.Namespace, kind: Kind) -> list[str]:
-    """Trains the file without what is harmful, or adds lines and shows nothing; makes it a branch if it is no worse."""
-    from scipy import stats
-
-    count = Counter(change.verdict for change in changes)
-    text = f"Of {len(changes)} kept changes {count['real']} are real, {count['no evidence']} show nothing, "
-    text += f"{count['harmful']} do harm"
-    needed = set().union(*(change.numbers for change in changes if change.verdict in ("real", "needed")))
+def possible(files: list[bytes], wanted: list[int]) -> set[int]:
+    """Those changes that can be left out together, with later ones that have to go with them."""
     dropped: set[int] = set()
-    for change in reversed(changes):
-        idle = change.verdict == "harmful" or (change.verdict == "no evidence" and change.lines > 0)
-        if idle and not change.numbers & needed and without(files, dropped | change.numbers) is not None:
-            dropped |= change.numbers
-    if not dropped:
-        return [f"{text}. There is nothing to prune."]
-    pruned, full = without(files, dropped), kept[-1]["commit"]
-    ref = f"{branch}-pruned"
-    commit = commit_train(full, pruned, f"without {len(dropped)} changes that show nothing or do harm", ref)
-    rows = train([full, commit], range(101, 101 + MOST_SEEDS), args, kind)
-    values = pairs(rows, commit, full, "val")
-    if len(values) < 2:
-        return [f"{text}. The file without {len(dropped)} of them crashed: see the rows of {commit}."]
-    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
-    worst = mean + stats.t.ppf(0.95, len(values) - 1) * error
-    size = files[-1].count(b"\n") - pruned.count(b"\n")
-    result = f"{mean:+.4f} +- {error:.4f} bits per byte, at most {worst:+.4f} at 95%"
-    if worst > MARGIN:
-        return [f"{text}. Without {len(dropped)} of them the file is worse or may be ({result}): nothing is pruned."]
-    return [f"{text}; without {len(dropped)} of them the file is {size} lines shorter and scores the same: {result}.",
-            f"It is the branch {ref}."]  # fmt: skip
+    for i in reversed(wanted):
+        for more in ({i}, group(files, i)):
+            if without(files, dropped | more) is not None:
+                dropped |= more
+                break
+    return dropped
+
+
+def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
+    """A commit of the last file without some changes."""
+    names = ", ".join(str(i) for i in sorted(dropped))
+    return commit_train(full, without(files, dropped), f"{full} without changes {names}", ref) if dropped else full
+
+
+def train(runs: list[tuple[str, int]], args: argparse.Namespace, kind: Kind) -> list[dict]:
+    """The rows of commits with seeds; those that are there already are not repeated."""
+    subjects = {commit: git("log", "-1", "--format=%s", commit).decode(errors="replace").strip() for commit, _ in runs}
+    return list(train_all([run_of(commit, subjects[commit], seed) for commit, seed in runs], args, kind).values())
+
+
+def score(rows: list[dict], commit: str, seed: int) -> tuple[float, float]:
+    """val_bpb, and that of test; NaN if that run has crashed."""
+    for row in good(rows, commit):
+        part = Description.parse(row)
+        if part.seed == seed:
+            return row["val_bpb"], math.nan if part.test_bpb is None else part.test_bpb
+    return math.nan, math.nan
+
+
+def prune(files, full: str, changes: list[Change], branch: str, args: argparse.Namespace, kind: Kind) -> str:
+    """Checks the file without what is not shown to help and, if that is worse, without what does harm; the first that
+    is no worse becomes the branch <night>-pruned."""
+    count = Counter(change.verdict for change in changes)
+    text = f"Of {len(changes)} kept changes {count['real'] + count['needed']} are real, {count['no evidence']} show "
+    text += f"nothing, {count['harmful']} do harm"
+    sd, _ = seed_noise(f"{kind.gpus[0]}{kind.setting}", kind.dataset)
+    for verdicts in (("harmful", "no evidence"), ("harmful",)):
+        idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
+        dropped = {i for i in possible(files, idle) if i in idle}
+        if not dropped or (pruned := without(files, dropped)) is None:
+            continue
+        ref, seeds = f"{branch}-pruned", range(2001, 2001 + CHECKS)
+        commit = build(files, dropped, full, ref)
+        rows = train([(name, seed) for seed in seeds for name in (full, commit)], args, kind)
+        (worse, _) = np.mean([np.subtract(score(rows, commit, s), score(rows, full, s)) for s in seeds], axis=0)
+        if worse <= MARGIN * sd:
+            size = files[-1].count(b"\n") - pruned.count(b"\n")
+            shorter = f"{size} lines shorter" if size > 0 else "no shorter"
+            return f"{text}; without {len(dropped)} of them the file is {shorter} and scores the same ({worse:+.4f}, " \
+                   f"margin {MARGIN * sd:.4f}). It is the branch {ref}."  # fmt: skip
+        git("branch", "-q", "-D", ref)
+        text += f". Without {len(dropped)} of them it is worse ({worse:+.4f}, margin {MARGIN * sd:.4f})"
+    return f"{text}. Nothing is pruned."

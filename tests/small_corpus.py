@@ -45,7 +45,9 @@ def copy_files(folder: Path) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Each file's content, without huggingface_hub's own notes."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if ".cache/" not in name}
 
 
 def run_prepare(*args, cache: Path | str, clone: Path | None = None, **env: str) -> subprocess.CompletedProcess:

@@ -3,13 +3,13 @@
 import csv
 import gc
 import itertools
+import json
 import math
 import os
 import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,17 +32,27 @@ def now(monkeypatch) -> list[float]:
     return now
 
 
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """The folder that night gives a run."""
+    monkeypatch.setenv("AUTORESEARCH_RUN", json.dumps({"folder": str(tmp_path)}))
+    return tmp_path
+
+
 LOSS = torch.tensor(2.0)
 
 
-def test_clock_runs_from_start_to_stop(now):
+def test_clock_runs_from_start_to_stop_and_knows_its_pace_after_a_twentieth(now):
     clock = Clock()
     assert clock.elapsed() == clock.progress() == 0
     clock.start()
     assert not gc.isenabled(), "a collection would stall a step"
-    now[0] += 75
-    clock.advance(4096, LOSS, 1)
-    assert clock.elapsed() == 75 and clock.progress() == 0.25 and (clock.tokens, clock.steps) == (4096, 1)
+    now[0] += 14
+    clock.advance(1096, LOSS, 1)
+    assert clock.tokens_left() == math.inf
+    now[0] += 61
+    clock.advance(3000, LOSS, 1)
+    assert clock.elapsed() == 75 and clock.progress() == 0.25 and (clock.tokens, clock.steps) == (4096, 2)
     assert clock.tokens_left() == 3 * 4096
     now[0] += 227
     assert clock.stop() == 302 and clock.progress() == 1.0 and gc.isenabled()
@@ -58,16 +68,6 @@ def test_clock_counts_tokens_where_they_are_limited(now):
     assert clock.progress() == 0.25 and clock.tokens_left() == 750 and clock.running()
     clock.advance(750, LOSS, 1)
     assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
-
-
-def test_the_pace_is_not_known_in_the_first_twentieth_of_the_budget(now):
-    clock = Clock()
-    clock.start()
-    now[0] += 14
-    clock.advance(100, LOSS, 1)
-    assert clock.tokens_left() == math.inf
-    now[0] += 16
-    assert clock.tokens_left() == pytest.approx(900)
 
 
 @pytest.mark.parametrize(
@@ -102,24 +102,50 @@ def test_a_step_that_begins_after_the_budget_is_refused(now):
 
 @pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (math.inf, "loss inf"), (1234.5, "loss 1234")])
 def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(now, loss, reason):
-    bad = torch.tensor(loss)
     for steps in (1, 2):
         clock = Clock(tokens=10)
         clock.start()
-        clock.advance(1, bad, 1)
+        clock.advance(1, torch.tensor(loss), 1)
         with pytest.raises(FloatingPointError, match=rf"^{reason}\S* at step 1$"):
             clock.advance(1, LOSS, 1) if steps == 2 else clock.stop()
         clock.release()
 
 
-def test_the_printed_loss_is_the_mean_of_the_first_ten_and_then_moves_by_a_tenth():
-    losses = harness.LossReader()
-    for step in range(11):
-        losses.add(torch.tensor(float(step)))  # which reads the one before
-    assert (losses.count, losses.mean) == (10, pytest.approx(4.5))
-    losses.read()
-    losses.read()  # once each
-    assert (losses.count, losses.mean) == (11, pytest.approx(4.5 + 0.1 * (10 - 4.5)))
+@pytest.mark.parametrize("budget", [997, 1999, 10007])  # with 10 tokens per step
+def test_each_200th_of_the_budget_has_a_line_with_the_mean_loss_since_the_line_before(now, record, capsys, budget):
+    steps = budget // 10 + 3  # some are beyond the budget
+    clock, losses = Clock(tokens=budget), torch.rand(steps) * 4
+    clock.start()
+    for step in range(1, steps + 1):
+        now[0] += 0.5
+        clock.advance(10, losses[step - 1], step, *([0.1 / step] if step % 2 else []))
+    part = [min(200, 2000 * step // budget) for step in range(steps + 1)]
+    ends = [step for step in range(1, steps + 1) if step == 1 or part[step] > part[step - 1]]
+    header, *lines = (record / "curve.tsv").read_text().splitlines()
+    assert header == "step\tseconds\ttokens\tloss\tlr" and len(lines) == len(ends) <= 201
+    clock.stop()
+    clock.stop()
+    ends.append(steps)
+    _, *lines = (record / "curve.tsv").read_text().splitlines()
+    printed = re.findall(r"^step 0*(\d+) .* loss (\S+) \| 20 tok/s \| epoch (\d+) ", capsys.readouterr().out, re.M)
+    for begin, end, line, numbers in zip([0, *ends], ends, lines, printed, strict=False):
+        loss, lr = f"{losses[begin:end].mean():.4f}", f"{0.1 / end:.6g}" if end % 2 else ""
+        assert line == f"{end}\t{end / 2:.2f}\t{10 * end}\t{loss}\t{lr}" and numbers == (str(end), loss, str(end))
+    assert len(lines) == len(printed) == len(ends)
+
+
+@pytest.mark.parametrize("folder", ["gone", "results.tsv/folder", "full"])
+def test_a_folder_that_takes_no_record_costs_only_that(now, record, monkeypatch, folder):
+    (record / "results.tsv").touch()
+    monkeypatch.setenv("AUTORESEARCH_RUN", json.dumps({"folder": str(record / folder)}))
+    if folder == "full":
+        (record / "full").mkdir()
+        (record / "full" / "curve.tsv").symlink_to("/dev/full")
+    clock = Clock(tokens=10)
+    clock.start()
+    now[0] += 1
+    clock.advance(10, LOSS, 1, 0.1)
+    assert clock.stop() == 1
 
 
 @pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"tokens": 0}])
@@ -153,12 +179,16 @@ def test_a_wrong_shape_in_a_compiled_function_is_reported_with_the_line_of_the_c
 
 @pytest.fixture
 def log(tmp_path):
-    def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="climbmix-1", **fields) -> str:
+    def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="d", **fields) -> str:
         fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
         return harness.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
     return log
+
+
+HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M\n"
+ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t9.0\n"
 
 
 def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
@@ -171,28 +201,14 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert log(1.3999999) == "discard"  # the same as written
     assert log(1.9, gpu="H100") == "keep"
     assert log(1.8, dataset="embedded-1") == "keep"
-    assert log(1.39) == "keep"
-    header, *rows = log.path.read_text().splitlines()
-    assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M"
-    assert rows[0] == "abcdef0\t1.500000\t2.5\tkeep\ttry\tT4\tclimbmix-1\t39.3"
-    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\tclimbmix-1\t0.0"
-    assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\tclimbmix-1\t0.0"
-    assert [row["status"] for row in harness.read_results(log.path)].count("keep") == 5
-
-
-def test_the_best_result_is_of_that_gpu_and_dataset_and_no_crash(log):
-    assert harness.best_result("T4", "climbmix-1", log.path) is None
-    log(1.5, description="first")
-    log(1.3, gpu="H100")
-    log(0.0, reason="killed")
-    log(1.4, description="second")
-    assert harness.best_result("T4", "climbmix-1", log.path)["description"] == "second"
-
-
-def test_a_kept_row_that_was_edited_to_discard_still_is_a_figure_to_beat(log):
-    log(1.2)
-    log.path.write_text(log.path.read_text().replace("keep", "discard"))
-    assert log(1.3) == "discard" and log(1.1) == "keep"
+    log.path.write_text(log.path.read_text().replace("keep", "discard"))  # which does not make it worse
+    assert log(1.45) == "discard" and log(1.39) == "keep"
+    header, *rows = log.path.read_text().splitlines(keepends=True)
+    assert header == HEADER
+    assert rows[0] == "abcdef0\t1.500000\t2.5\tdiscard\ttry\tT4\td\t39.3\n"
+    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [out of memory]\tT4\td\t0.0\n"
+    assert rows[5] == "abcdef0\t0.000000\t0.0\tcrash\ttry [val_bpb nan]\tT4\td\t0.0\n"
+    assert len(harness.read_results(log.path)) == 11
 
 
 @pytest.mark.parametrize(
@@ -219,16 +235,16 @@ def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
     assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
 
 
-def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
+def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
     code = (
         "import sys, harness\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
     )
     code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path / "results.tsv")]
+    command = [sys.executable, "-c", code, str(log.path)]
     writers = [subprocess.Popen([*command, str(i)], cwd=ROOT) for i in range(4)]
     assert [writer.wait(600) for writer in writers] == [0] * 4
-    assert len((tmp_path / "results.tsv").read_text().splitlines()) == 101
-    rows, best = harness.read_results(tmp_path / "results.tsv"), math.inf
+    assert len(log.path.read_text().splitlines()) == 101
+    rows, best = harness.read_results(log.path), math.inf
     assert len(rows) == 100
     for row in rows:  # each status follows from the rows above it: reading and appending are one step
         assert row["status"] == ("keep" if row["val_bpb"] < best else "discard")
@@ -237,82 +253,62 @@ def test_rows_logged_at_once_are_all_there_and_one_is_best(tmp_path):
 
 # Log, under faults
 
-HEADER = "\t".join(harness.COLUMNS) + "\n"
-ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t9.0\n"
 
-
-def log_to(path: Path, val_bpb: float = 1.0) -> str:
-    return harness.log_result(
-        val_bpb=val_bpb, memory_gb=1.0, gpu="T4", dataset="d", commit="1234567", description="now", path=path
-    )
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", HEADER, HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")),
+        *(HEADER + ROW + garbage for garbage in ("half a row\t1.0", "\udcff\udcfe\0\0", "\n\n\n", "x" * 10**6)),
+    ],
+    ids=lambda content: repr(content[-20:]),
+)
+def test_the_row_comes_in_a_line_of_its_own_after_whatever_there_is(log, content):
+    log.path.write_bytes(content.encode(errors="surrogateescape"))
+    assert log(1.1, description="now") == "keep"
+    text = log.path.read_bytes().decode(errors="surrogateescape")
+    assert text.startswith(content or HEADER) and text.endswith("\nabcdef0\t1.100000\t2.5\tkeep\tnow\tT4\td\t39.3\n")
+    assert [row["description"] for row in harness.read_results(log.path)] == ["before"] * (ROW[:-1] in content) + [
+        "now"
+    ]
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", HEADER, HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")]
+    "content", [HEADER[: HEADER.index("\tgpu")] + "\n", ROW, "something else\n", "\n" + HEADER, "a folder", "gone"]
 )
-def test_the_row_comes_after_whatever_rows_there_are(tmp_path, content):
-    path = tmp_path / "results.tsv"
-    if content is not None:
-        path.write_text(content, newline="")
-    assert log_to(path) == "keep"
-    lines = path.read_text().splitlines()
-    assert lines[0] + "\n" == HEADER and lines[-1].startswith("1234567\t1.000000\t1.0\tkeep\tnow")
-    assert len(lines) == len((content or HEADER).splitlines()) + 1
+def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(log, capsys, content):
+    path = log.path.parent / "gone" / "results.tsv" if content == "gone" else log.path
+    if content == "a folder":
+        path.mkdir()
+    elif content != "gone":
+        path.write_text(content)
+    assert log(1.15, path=path) == "keep"
+    assert path.is_dir() == (content == "a folder") and (not path.is_file() or path.read_text() == content)
+    error = capsys.readouterr().err
+    assert re.search(r"refuses this row .*\nabcdef0\t1.150000\t2.5\tkeep\ttry\tT4\td\t39.3$", error, re.MULTILINE)
 
 
-@pytest.mark.parametrize("garbage", [b"half a row\t1.0", b"\xff\xfe\0\0", b"\n\n\n", ("x" * 10**6).encode()])
-def test_garbage_at_the_end_does_not_swallow_the_row(tmp_path, garbage):
-    path = tmp_path / "results.tsv"
-    path.write_bytes((HEADER + ROW).encode() + garbage)
-    assert log_to(path, 1.3) == "discard"
-    assert [row["description"] for row in harness.read_results(path)] == ["before", "now"]
-    assert path.read_bytes().startswith((HEADER + ROW).encode() + garbage)
-
-
-@pytest.mark.parametrize(
-    "content", ["commit\tval_bpb\tmemory_gb\tstatus\tdescription\n", ROW, "something else\n", "\n" + HEADER]
-)
-def test_a_file_with_another_or_no_header_is_left_alone_and_the_row_goes_to_stderr(tmp_path, capsys, content):
-    path = tmp_path / "results.tsv"
-    path.write_text(content)
-    log_to(path, 1.15)
-    assert path.read_text() == content and [file.name for file in tmp_path.iterdir()] == ["results.tsv"]
-    assert re.search(r"^1234567\t1.150000\t1.0\t\w+\tnow\tT4\td\t0.0$", capsys.readouterr().err, re.MULTILINE)
-
-
-def test_a_file_that_cannot_be_written_has_its_row_on_stderr(tmpfs, capsys):
-    (tmpfs / "folder").mkdir()
-    (tmpfs / "results.tsv").write_text(HEADER + ROW)
-    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
-    for path, status in (("results.tsv", "discard"), ("folder", "keep"), ("gone/results.tsv", "keep")):
-        assert log_to(tmpfs / path, 1.3) == status
-        assert re.search(f"refuses this row .*\n1234567\t1.300000\t1.0\t{status}\tnow\t", capsys.readouterr().err)
-
-
-def test_half_a_row_is_never_written(tmp_path):
+def test_half_a_row_is_never_written(log):
     """The file may grow by 20 bytes only."""
-    path = tmp_path / "results.tsv"
-    path.write_text(HEADER + ROW * 20)
-    size, fields = path.stat().st_size, "val_bpb=1, memory_gb=1, gpu='T4', dataset='d', commit='c', description='now'"
+    log.path.write_text(HEADER + ROW * 20)
+    size, fields = log.path.stat().st_size, "val_bpb=1, memory_gb=1, gpu='T4', dataset='d', commit='c', description='d'"
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
 
-    command = [sys.executable, "-B", "-c", f"import harness; harness.log_result({fields}, path={str(path)!r})"]
+    command = [sys.executable, "-B", "-c", f"import harness; harness.log_result({fields}, path={str(log.path)!r})"]
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "refuses this row" in run.stderr, run.stderr
-    assert path.read_text() == HEADER + ROW * 20
+    assert log.path.read_text() == HEADER + ROW * 20
 
 
-def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(tmp_path, monkeypatch, capsys):
+def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(log, monkeypatch, capsys):
     import fcntl
 
-    path = tmp_path / "results.tsv"
-    path.write_text(HEADER)
+    log.path.write_text(HEADER)
     clock = itertools.count(0, 4)
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
-    with open(path) as holder:
+    with open(log.path) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        assert log_to(path) == "keep"
-    assert len(harness.read_results(path)) == 1
+        assert log() == "keep"
+    assert len(harness.read_results(log.path)) == 1
     assert "goes in without the lock" in capsys.readouterr().err and next(clock) > 60

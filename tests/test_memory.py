@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -120,6 +121,12 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     assert folder_name("abc", seed, setting) == name
     first, second = (records.new_folder(name) for _ in range(2))
     assert records.budget(first) == records.budget(second) == budget and second.name == name + ".2"
+    text = "idea" if seed is None else f"idea, seed {seed}"
+    row = dict(commit="abc", description=text, status="keep", gpu=f"cpu{setting}")
+    assert records.folders(row) == [second, first]
+    (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
+    (point,) = records.curve(first)  # the last line is being written
+    assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
 
 
 def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
 import ast
-import hashlib
 import itertools
 import os
 import shutil
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from pathlib import Path
 
 import http_faults
@@ -39,12 +37,10 @@ def fails(capsys, monkeypatch, *args: str) -> str:
 # Bad input
 
 
-def bad_parquet(folder: Path, content) -> None:
-    folder.mkdir()
+def bad_parquet(path: Path, content) -> None:
+    write_parquet(path, *(content if isinstance(content, tuple) else [texts(0)]))
     if isinstance(content, bytes):
-        (folder / "a.parquet").write_bytes(content)
-    else:
-        write_parquet(folder / "a.parquet", *content)
+        path.write_bytes(content or b"PAR1" + bytes(500) + path.read_bytes()[504:])  # none: damaged pages
 
 
 @pytest.mark.parametrize(
@@ -58,6 +54,7 @@ def bad_parquet(folder: Path, content) -> None:
         (([1, 2],), ["--data", "{}/bad"], "rename its text column"),
         (b"PAR1 is not enough", ["--data", "{}/bad"], "delete or replace it"),
         (b"", ["--data", "{}/bad"], "delete or replace it"),
+        (b"\n", ["--data", "{}/bad"], "delete or replace it"),
         ((["one document", "and another"],), ["--data", "{}/bad"], "give more text"),
     ],
 )
@@ -67,17 +64,9 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     before = tree(prepared)
     if make is not None:
-        bad_parquet(tmp_path / "bad", make)
+        bad_parquet(tmp_path / "bad" / "a.parquet", make)
     assert remedy in fails(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
     assert tree(prepared) == before
-
-
-def test_a_parquet_file_with_damaged_pages_is_one_line(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "data" / "a.parquet"
-    write_parquet(path, texts(0))
-    path.write_bytes(b"PAR1" + bytes(500) + path.read_bytes()[504:])
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    assert "delete or replace it" in fails(capsys, monkeypatch, "--data", str(tmp_path / "data"))
 
 
 def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
@@ -89,7 +78,7 @@ def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     for call in (Tokenizer.from_directory, prepare.dataset_id, prepare.get_token_bytes, prepare.current_dataset):
-        with pytest.raises(PrepareError, match=r"run `python prepare\.py` first"):
+        with pytest.raises(PrepareError, match=r"run `python prepare\.py` first, or set AUTORESEARCH_CACHE"):
             call()
 
 
@@ -130,7 +119,8 @@ def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, c
     (tmp_path / "a file").touch()
     cache = cache.format(tmp_path)
     run = run_prepare("--data", corpus, cache=cache)
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "set AUTORESEARCH_CACHE" in run.stderr, run.stderr
+    assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
+    assert "set AUTORESEARCH_CACHE" in run.stderr and "space" not in run.stderr
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
@@ -250,6 +240,15 @@ def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hu
         assert not server.ranges() and sum(hurried) <= 10 * 60
 
 
+def test_a_missing_file_does_not_stop_the_next_download(parquet, hurried, tmp_path, monkeypatch):
+    with FaultyServer({A_PARQUET: parquet}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        gone, here = prepare.download_ahead("some/data", [tmp_path / "gone.parquet", tmp_path / "a.parquet"]).values()
+        here.result(60)
+        with pytest.raises(PrepareError, match=r"gone\.parquet of some/data: .*404"):
+            gone.result(60)
+
+
 def test_a_file_that_is_there_is_not_asked_for(tmp_path):
     (tmp_path / "a.parquet").touch()
     assert prepare.download_ahead("some/data", [tmp_path / "a.parquet"]) == {}
@@ -324,11 +323,14 @@ def test_faults_on_the_way_change_nothing_in_the_end(undisturbed, served, tmp_pa
     assert tree(tmp_path) == tree(undisturbed)
 
 
-def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 33))])
+def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_run(
+    served, undisturbed, tmp_path, seed
+):
     """SIGKILL at a random moment of download, tokenizer training or tokenizing, in turn; then an undisturbed run."""
     begins, lasts = [("*.incomplete", 0.8), ("shard_00001.parquet", 0.4), ("tokenizer.txt", 0.6)][seed % 3]
-    moment = np.random.RandomState(seed).uniform(0, lasts)
-    (clone := cache.with_name("clone")).mkdir()
+    cache, moment = tmp_path / "cache", np.random.RandomState(seed).uniform(0, lasts)
+    (clone := tmp_path / "clone").mkdir()
     script = shutil.copy(ROOT / "prepare.py", clone)
     command = [sys.executable, script, "--data", "climbmix", "--num-shards", "2"]
     with FaultyServer(served, rate=3e6) as server:
@@ -344,19 +346,6 @@ def killed_and_run_again(served: dict[str, bytes], undisturbed: Path, cache: Pat
         run = run_prepare("--data", "climbmix", "--num-shards", 2, cache=cache, clone=clone, HF_ENDPOINT=server.url)
     assert run.returncode == 0, run.stderr
     assert tree(cache) == tree(undisturbed), f"killed {moment:.2f} s after {begins}"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_run(
-    served, undisturbed, tmp_path, seed
-):
-    killed_and_run_again(served, undisturbed, tmp_path / "cache", seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 33))
-def test_killed_at_thirty_more_moments(served, undisturbed, tmp_path, seed):
-    killed_and_run_again(served, undisturbed, tmp_path / "cache", seed)
 
 
 def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
@@ -385,29 +374,12 @@ def shard(tokenizer, tmp_path) -> Path:
     return Path(shutil.copy(tokenizer.directory / "val_00000.bin", tmp_path))
 
 
-def test_any_flipped_bit_that_matters_is_found_at_once_or_by_verify(shard, tokenizer):
-    good, random = shard.read_bytes(), np.random.RandomState(0)
-    tokens = prepare.open_shard(shard, tokenizer.fingerprint)[0].copy()
-    end = prepare.HEADER.size + 2 * len(tokens)
-    for position in [*range(prepare.HEADER.size), *random.randint(prepare.HEADER.size, end, 50), end - 1]:
-        damaged = bytearray(good)
-        damaged[position] ^= 1 << random.randint(8)
-        shard.write_bytes(damaged)
-        try:
-            found, _ = prepare.open_shard(shard, tokenizer.fingerprint, verify=True)
-        except PrepareError as error:
-            assert "delete it and train_shards there, and run" in str(error)
-        else:
-            fields, expected = (prepare.HEADER.unpack(data[: prepare.HEADER.size]) for data in (damaged, good))
-            assert position < prepare.HEADER.size and fields == expected  # an unused byte
-            assert np.array_equal(found, tokens)
-
-
-def test_a_shard_that_is_too_short_too_long_or_of_another_version_is_refused(shard, tokenizer):
+def test_a_shard_of_another_length_than_it_says_or_of_another_version_is_refused(shard, tokenizer):
     good = shard.read_bytes()
-    empty = prepare.HEADER.pack(prepare.MAGIC, 0, tokenizer.fingerprint, hashlib.sha256().digest())
     lengths = (0, 1, 100, prepare.HEADER.size, prepare.HEADER.size + 2, len(good) // 2, len(good) - 2, len(good) - 1)
-    for bad in (*(good[:n] for n in lengths), b"token shards, v1" + good[16:], good + b"\0\0", empty):
+    other, bodies = good[24:], [good[:n] for n in lengths]
+    sizes = [good[:16] + n.to_bytes(8, "little") + other for n in (0, 2**31, 2**62, 2**63, 2**64 - 1)]
+    for bad in (*bodies, *sizes, b"token shards, v1" + good[16:], good + b"\0\0"):
         shard.write_bytes(bad)
         with pytest.raises(PrepareError, match="delete it and train_shards there"):
             prepare.open_shard(shard, tokenizer.fingerprint)
@@ -424,19 +396,6 @@ def test_verify_finds_a_damaged_body_on_the_command_line(prepared, tmp_path):
     assert run.returncode == 1 and "train_00001.bin: damaged, or made by another tokenizer; delete it" in run.stderr, (
         run
     )
-
-
-@pytest.mark.parametrize("tokens", [0, 2**31, 2**62, 2**63, 2**64 - 1])
-def test_absurd_sizes_in_a_header_allocate_nothing(shard, tokenizer, tokens):
-    content = shard.read_bytes()
-    fields = list(prepare.HEADER.unpack(content[: prepare.HEADER.size]))
-    fields[1] = tokens
-    shard.write_bytes(prepare.HEADER.pack(*fields) + content[prepare.HEADER.size :])
-    tracemalloc.start()
-    with pytest.raises(PrepareError, match="damaged"):
-        prepare.open_shard(shard, tokenizer.fingerprint)
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()
 
 
 def test_nothing_in_the_cache_can_run_code():
@@ -473,7 +432,7 @@ def test_links_left_in_a_strangers_cache_are_not_written_through(served, tmp_pat
     assert precious.read_text() == "mine"
 
 
-# Fuzzing: whatever a file holds, it is read or it is a PrepareError. 10,000 cases each with `-m slow`.
+# Fuzzing: whatever a file holds, it is read or it is a PrepareError.
 
 
 @st.composite
@@ -532,20 +491,8 @@ def fuzz_results(folder: Path, data) -> None:
     assert all(set(row) == set(harness.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
 
 
-FUZZERS = pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
-FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-
-
-@FUZZERS
-@settings(max_examples=300, **FUZZ)
+@pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
-    fuzz(fuzzed, data)
-
-
-@pytest.mark.slow
-@FUZZERS
-@settings(max_examples=10_000, **FUZZ)
-@given(data=st.data())
-def test_no_file_of_ten_thousand_makes_a_reader_fail_otherwise(fuzzed, fuzz, data):
     fuzz(fuzzed, data)

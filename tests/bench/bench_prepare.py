@@ -40,7 +40,7 @@ def seconds(function, *args) -> np.ndarray:
 
 
 def download_all(shards: int) -> None:
-    paths = [path for path, *_ in prepare.hub_parts("climbmix", shards)]
+    paths = [path for path, *_ in prepare.source_parts("climbmix", shards)]
     for future in prepare.download_ahead(prepare.HUB["climbmix"], paths).values():
         future.result()
 

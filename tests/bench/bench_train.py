@@ -130,7 +130,7 @@ def bos_aligned_bpb(model, tokenizer, tokens: int = 2**22) -> float:
     text = stream.read(0, len(stream))
     documents = np.split(text, np.flatnonzero(text == tokenizer.get_bos_token_id())[1:])
     T, batch_size, device = model.config.seq_len, model.config.device_batch_size, next(model.parameters()).device
-    sizes = torch.tensor(tokenizer.token_bytes(), device=device)
+    sizes = torch.tensor(tokenizer.token_bytes, device=device)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     total, buffer, rows = 0, [], []
 
