@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
@@ -62,28 +62,25 @@ class Knob(NamedTuple):
 
 def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[Knob]:
     """The top-level constants of a train.py, and the sizes in the row of SIZES for so many FLOP/s; or those named."""
-    constants, fields, rows, sizes = [], {}, [], {}
+    nodes, fields, rows, sizes = {}, {}, [], {}
     for node in ast.parse(source).body:
         match node:
             case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
                 pass
             case ast.Assign([ast.Name(name)], value):
-                constants.append((name, value))
+                nodes[name] = None if name in nodes else value  # set twice: the first number says nothing
             case ast.ClassDef(name):
                 fields[name] = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]
     for row in rows:
         match row:
             case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
-                sizes = dict(zip(fields.get(name, ()), args, strict=False)) | {
-                    word.arg: word.value for word in keywords
-                }
-    count = Counter(name for name, _ in constants)  # of a name that is set twice, the first number says nothing
-    nodes = {name: node for name, node in constants if count[name] == 1} | sizes
-    fitting = {name: value for name, node in sizes.items() if (value := number(node)) is not None}
-    wanted = names or [name for name in nodes if name in SIZES or name not in sizes]
-    lines = source.splitlines()
-    knobs = [make_knob(name, node, lines, fitting if name in sizes else {}) for name, node in nodes.items()]
+                sizes = dict(zip(fields.get(name, ()), args, strict=False))
+                sizes |= {word.arg: word.value for word in keywords}
+    lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items()}
+    knobs = [make_knob(name, node, lines, {}) for name, node in nodes.items() if node]
+    knobs += [make_knob(name, node, lines, values) for name, node in sizes.items()]
     found = {knob.name: knob for knob in knobs if knob}
+    wanted = names or [name for name in found if name in SIZES or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
     return [knob for name, knob in found.items() if name in wanted]
@@ -103,7 +100,7 @@ def make_knob(name: str, node: ast.expr, lines: list[bytes], sizes: dict) -> Kno
     if not value or value < 0 or node.lineno != node.end_lineno:
         return None
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
-    share = isinstance(value, float) and value < 1 and not re.search(RATES, name)
+    share = value < 1 and not re.search(RATES, name)
     room = 0.75 * min(value, 1 - value)
     low, high = (value - room, value + room) if share else (value / 4, value * 4)
     if choices:
