@@ -175,7 +175,7 @@ class Tuner:
         self.branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
-        name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(args.knobs)])
+        name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(sorted(args.knobs))])
         RUNS.mkdir(exist_ok=True)
         options = dict(storage=f"sqlite:///{RUNS}/tune.db", load_if_exists=True)
         sampler = getattr(optuna.samplers, SAMPLERS[args.sampler])()
@@ -184,7 +184,7 @@ class Tuner:
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # of a tuner that was killed
 
     def search(self) -> None:
-        print(f"{len(self.begun())} of {self.args.runs} trials have begun, {len(self.left)} of them go on")
+        print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
         trainer = self.trainer
         with trainer.at_work(0):
             while True:
@@ -227,7 +227,8 @@ class Tuner:
             values |= {knob: value} if value != knob.value else {}
         run = run_of(*base, None)
         if values:
-            text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(value)}" for knob, value in values.items())
+            most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
+            text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
             subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
             text = edit(source, values)
             ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
