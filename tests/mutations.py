@@ -848,10 +848,10 @@ SECTIONS = [
         ("key=lambda knob: knob.place, reverse=True", "key=lambda knob: knob.place"),
         ("len(gap[0]) - longer", "len(gap[0])"),
         ("key=lambda n: abs(n - x)", "key=lambda n: n - x"),
-        ("        if x == self.value:\n            return x\n", ""),
         ('return f"{value:_}" if', 'return f"{value}" if'),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "20 or with_an or equal"], [
+        ("        if x == self.value:\n            return x\n", ""),
         ("return self.left.pop(0) if self.left else None", "return None"),
         ("            return self.tell(trial, rows[-1])\n", "            pass\n"),
         ("        if run not in self.trainer.runs():\n", "        if True:\n"),
