@@ -14,6 +14,7 @@ import harness
 import prepare
 from night.clean import clean
 from night.live import watch
+from night.loop import loop
 from night.page import page
 from night.plot import plot
 from night.report import report
@@ -63,12 +64,23 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--seeds", **numbers, help="train each revision once with each of these seeds")
     one = command(tune, many, help="search train.py's constants, beside an agent or to compare with one")
     one.add_argument("--sampler", choices=[*SAMPLERS], default="tpe", help="of Optuna (tpe)")
-    one.add_argument(
-        "--runs", type=int, default=30, metavar="N", help="in all, those of an interrupted search too (30)"
-    )
+    one.add_argument("--runs", type=positive, default=30, metavar="N", help="in all, interrupted ones included (30)")
     one.add_argument("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="these only")
     one.add_argument("--list", action="store_true", help="print the knobs and their ranges")
     one.add_argument("--with-agent", action="store_true", help="go on from whatever commit the night keeps meanwhile")
+    one = command(loop, many, help="ask agents for one idea after another, train them, and keep what is better")
+    text = "reads a prompt on standard input, or in the file {prompt}; several of them take turns"
+    one.add_argument("--agent", action="append", required=True, metavar="COMMAND", help=text)
+    one.add_argument("--agents", type=positive, metavar="N", help="at once (one for each run at once)")
+    one.add_argument("--agent-limit", type=float, default=600, metavar="SECONDS", help="for each call (600)")
+    one.add_argument("--agent-env", default="", metavar="NAME,...", help="what else it sees of the environment")
+    one.add_argument("--sandbox", default="", metavar="COMMAND", help="put before that of the agent")
+    one.add_argument("--hours", type=float, default=8.0, help="(8)")
+    one.add_argument("--runs", type=positive, metavar="N", help="end after so many in this night")
+    one.add_argument("--patience", type=positive, metavar="N", help="end after so many without a gain")
+    text = "before the next call after a refused proposal; three, seven, ... times that after more in a row (30)"
+    one.add_argument("--pause", type=float, default=30, metavar="SECONDS", help=text)
+    one.add_argument("--report", action="store_true", help="at the end")
     one = command(report, many, again, help="how much of the night's gain was luck?")
     one.add_argument("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
     one.add_argument("--attribute", action="store_true", help="and which kept changes are real, without the others?")
@@ -92,6 +104,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if "limit" in args:
         args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     return args
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
 
 
 def main() -> int | None:

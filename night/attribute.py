@@ -128,7 +128,7 @@ def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
 def possible(files: list[bytes], wanted: list[int]) -> set[int]:
     """Those changes that can be left out together, with later ones that have to go with them."""
     dropped: set[int] = set()
-    for i in reversed(wanted):
+    for i in wanted:
         for more in ({i}, group(files, i)):
             if without(files, dropped | more) is not None:
                 dropped |= more

@@ -23,7 +23,7 @@ def clean(args: argparse.Namespace) -> None:
     rows = experiments()
     kept = {row["commit"] for row in rows if row["status"] == "keep"} | {row["commit"] for row in rows[:1]}
     at_work = records.running()
-    folders = [path for path in sorted(records.RUNS.glob("*/")) if path.name.split("-")[0] not in kept]
+    folders = [path for path in sorted(records.RUNS.glob("*-*/")) if path.name.split("-")[0] not in kept]
     folders = [path for path in folders if path not in at_work] + abandoned()
     total = 0
     for folder in folders:

@@ -7,7 +7,7 @@ import tempfile
 from night.rows import ROOT, git
 
 
-def commit_train(parent: str, text: bytes, subject: str, ref: str) -> str:
+def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str) -> str:
     """A commit on `parent` that differs in train.py only, under refs/heads/`ref`; returns its 7 digits.
 
     It has the date of its parent, so the same text makes the same commit again.
@@ -22,7 +22,7 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str) -> str:
         blob = run("hash-object", "-w", "--stdin", content=text)
         run("read-tree", parent)
         run("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
-        commit = run("commit-tree", run("write-tree"), "-p", parent, "-m", subject)
+        commit = run("commit-tree", run("write-tree"), *(f"-p{one}" for one in (parent, *merged)), "-m", subject)
         run("update-ref", f"refs/heads/{ref}", commit)
     return commit[:7]
 

@@ -92,19 +92,11 @@ def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
 
 def read_diffs(found: list[Idea]) -> None:
     """Sets what each has changed in train.py, compared with its first parent."""
-    options = [
-        "--no-walk=unsorted",
-        "--no-show-signature",
-        "--format=%x00%h",
-        "--abbrev=7",
-        "--first-parent",
-        "-m",
-        "-U0",
-    ]
+    options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
     commits = [idea.commit for idea in found]
     if not commits:
         return
-    out = subprocess.check_output(["git", "log", *options, "-p", *commits, "--", "train.py"], cwd=ROOT)
+    out = subprocess.check_output(["git", "log", *options, *commits, "--", "train.py"], cwd=ROOT)
     patches = dict(part.partition("\n")[::2] for part in out.decode(errors="replace").split("\0")[1:])
     for idea in found:
         read_diff(idea, patches.get(idea.commit, ""))

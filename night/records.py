@@ -75,7 +75,7 @@ def budget(folder: Path) -> tuple[str, float]:
 
 def running() -> list[Path]:
     """Records that are being written, the oldest first."""
-    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*/") if not (folder / "summary.json").exists()}
+    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()}
     return sorted((folder for folder in started if time.time() - last_change(folder) < QUIET), key=started.get)
 
 
@@ -85,7 +85,9 @@ def last_change(folder: Path) -> float:
 
 def jump(points: list[Point], nats: float = 0.3) -> float | None:
     """Where, as a share of the run, the loss rises by more than so much from one point to the next after the first
-    tenth; else None."""
+    tenth; else None. In a run of few steps a point is a single batch's loss, which jumps anyway."""
+    if len(points) < 40:
+        return None
     for before, after in itertools.pairwise(points[len(points) // 10 :]):
         if after.loss - before.loss > nats:
             return after.step / points[-1].step

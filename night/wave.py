@@ -232,14 +232,13 @@ class Trainer:
                 self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
             elif isinstance(event, dict):
                 for name, news in event.items():
-                    with (
-                        suppress(OSError),
-                        open(self.records[run] / name, "ab") as file,
-                    ):  # a full disk costs the record
+                    with suppress(OSError), (self.records[run] / name).open("ab") as file:  # else without a record
                         file.write(news)
             else:
                 del self.pending[stream]
                 self.records.pop(run, None)
+                if run.commit not in [other.commit for other in self.runs()]:
+                    del self.archives[run.commit]  # Ray's memory of a long night
                 row, text = log_row(run, self.kind, base, *event)
                 self.board.print(text)
                 yield run, row
@@ -357,11 +356,12 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             Path(folder, name).write_bytes(content)
         Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
-        sent = defaultdict(int)  # bytes of each file of the record
+        sent, ended = defaultdict(int), False  # bytes of each file of the record
         try:
-            while child.poll() is None:
+            while not ended:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(NEWS)
+                ended = child.poll() is not None
                 for path in Path(folder).glob("runs/*/*.*"):
                     with open(path, "rb") as file:
                         file.seek(sent[path])

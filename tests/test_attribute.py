@@ -106,6 +106,9 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     assert commits.without(files, {1, 3}) == b"a = 1\n\nb = 2\n\nif c:\n    c = 4\n"
     assert commits.without(files, {2, 5}) == b"a = 3\n\nb = 1\n\nif c:\n    c = 1\n"
     assert commits.without(files, {1}) is None
+    lines = b"def f():\n    n = 1\n    a = 1\n    b = 1\n    c = 1\n"
+    files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
+    assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
 
 

@@ -25,8 +25,8 @@ CURVE = """\
 folder = night_record()["folder"]
     with open(folder + "/curve.tsv", "w") as file:
         file.write("step\\tseconds\\ttokens\\tloss\\tlr\\n")
-        for i in range(1, 21):
-            file.write(f"{i}\\t{i / 2}\\t{i * 75000}\\t{4 - i / 10 + JUMP * (i > 10)}\\t0.1\\n")
+        for i in range(1, 41):
+            file.write(f"{i}\\t{i / 4}\\t{i * 37500}\\t{4 - i / 20 + JUMP * (i > 20)}\\t0.1\\n")
     """
 
 
@@ -72,7 +72,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         time.sleep(0.05)
     assert records.running() == [folder]
     line = live.line(folder)
-    assert line.startswith(folder.name) and "100%, step 20, loss 2.0000, 150,000 tok/s, 0 s left" in line
+    assert line.startswith(folder.name) and "100%, step 40, loss 2.0000, 150,000 tok/s, 0 s left" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
     assert clone.all_gone(20, runs=True)
@@ -81,10 +81,10 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         f"{base}-42-1.5M.2",
     }
     assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
-    assert records.curve(folder)[-1] == Point(20.0, 10.0, 1.5e6, 2.0, 0.1)
+    assert records.curve(folder)[-1] == Point(40.0, 10.0, 1.5e6, 2.0, 0.1)
 
     night = printed(capsys, show.show, revision=None, setting="", md=True)
-    assert f"-0.1000* {jumps} jumps" in night and "its loss jumps at 55%" in night
+    assert f"-0.1000* {jumps} jumps" in night and "its loss jumps at 52%" in night
     assert f"- {crash} crash" in night and "[MemoryError]" in night
     assert f"Reference: {base}, base, 1.3000." in night
     told = printed(capsys, show.show, revision="crash", setting="", md=True)

@@ -1,0 +1,257 @@
+"""The loop: scripted agents propose stubs of train.py, which a real Ray trains on two slots of this machine."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_wave import TWO_SLOTS, Clone
+
+pytest.importorskip("ray", reason="it is in the extra [night]")
+
+APART = "\n    #" * 4  # far enough for git to merge changes of both knobs
+BODY = f"A = 30{APART}\n    B = 30{APART}\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
+# Each call does what the next word says, in a checkout of the reference. A and B lower a knob: a gain.
+AGENT = r"""
+import fcntl, os, pathlib, re, subprocess, sys, time
+
+words, calls, prompt = sys.argv[1].split(","), *sys.argv[2:]
+with open(calls, "a+") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.seek(0)
+    n = len(file.readlines())
+    file.write("call\n")
+word, train = words[n % len(words)], pathlib.Path("train.py")
+text = train.read_text()
+assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
+assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
+assert not {"PYTHONPATH", "AUTORESEARCH_CACHE"} & set(os.environ) and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+print("in a", os.environ.get("SANDBOX")) if word != "odd" else None
+
+def edit(knob, by):
+    train.write_text(re.sub(rf"\b{knob} = ([\d.]+)", lambda m: f"{knob} = {float(m[1]) + by + n / 1000}", text))
+
+def daemon():
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
+
+if word != "odd":
+    pathlib.Path("IDEA").write_text(f"\n{word} {n}, seed 7\nnext\n")
+if word in "AB":
+    edit(word, -1)
+elif word == "elsewhere":
+    edit("A", -1)
+    pathlib.Path("harness.py").write_text("COLUMNS = []")
+elif word == "hang":
+    daemon()
+    time.sleep(99)
+elif word in ("worse", "loud"):
+    edit("A", 1)
+    print("x" * 5 * 10**7 * (word == "loud"), end="")
+elif word == "hostile":
+    daemon()
+    os.system("git commit -qam mine; git reset -q --hard HEAD~1; rm -rf .git ../results.tsv ../../results.tsv")
+    edit("A", 2)
+elif word == "same":
+    train.write_text(text.replace("\n", "  \n") + "\n\n")
+elif word == "fail":
+    sys.exit(1)
+elif word == "endless":
+    train.write_text(text + "# nothing runs\n")
+elif word == "typo":
+    train.write_text(text.replace("A = ", "A = = "))
+elif word == "odd":
+    edit("B", 1)
+    print("\n\t``` <b>wider\tMLP</b>: \"4\" -> '5'" + "y" * 10_000)
+"""
+EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
+# By the word of their agent, how proposals end
+ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
+ENDS |= dict(elsewhere="refused: it changes harness.py", hang="refused: no proposal within 12 s")
+ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py has to end with raise")
+ENDS |= dict(same=r"refused: (the same train.py as \w{7}, but for whitespace|train.py is as before)")
+
+
+class Loop(Clone):
+    def __init__(self, folder: Path, cache: Path):
+        super().__init__(folder, cache)
+        self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
+        self.agent.write_text(AGENT)
+        self.commit(base=BODY)
+
+    def loop(self, *words: str, args=()) -> subprocess.Popen:
+        """words: of agents, each a list of what it does."""
+        agents = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
+        options = ["--agent-env=NIGHT", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *agents, *args]
+        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="")
+
+    def best(self) -> str:
+        """The commit that the night goes on from."""
+        return self.run("python -m night reference --tokens 1500000").strip()
+
+    def all_ended(self, seconds: float = 30) -> bool:
+        """But for Ray's own processes, which take a minute to end after a kill."""
+        ours, end = re.compile(r"-m night|train\.py|agent\.py|sleep\(99\)"), time.monotonic() + seconds
+        while left := any(ours.search(" ".join(words)) for words in self.processes().values()):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        return not left
+
+    def verdicts(self) -> dict[int, str]:
+        """Of all proposals by their numbers. Those that were trained have one row each, the others none."""
+        files = (self.folder / "runs" / "proposals").glob("*/verdict.txt")
+        found = {int(path.parent.name): path.read_text().strip() for path in files}
+        assert sorted(found) == [*range(1, len(found) + 1)]
+        rows = Counter((row["commit"], row["status"]) for row in self.rows() if "base" not in row["description"])
+        trained = [verdict for verdict in found.values() if not verdict.startswith("refused")]
+        assert rows == Counter((verdict[-7:], re.match(r"\w+", verdict)[0]) for verdict in trained)
+        assert set(rows.values()) <= {1}
+        refs = self.run("git for-each-ref --format='%(objectname:short=7)' refs/heads/autoresearch/mar5-loop/")
+        assert sorted(refs.split()) == sorted(commit for commit, _ in rows)
+        return found
+
+
+@pytest.fixture
+def loop(prepared, tmp_path):
+    loop = Loop(tmp_path / "clone", prepared)
+    yield loop
+    for pid in loop.processes():  # of a test that has failed
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("proposals", "kills"), [(12, 1), pytest.param(60, 3, marks=pytest.mark.slow)])
+def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop, proposals, kills):
+    """Nothing is lost, doubled or left running, and the clone is as a night leaves it."""
+    for stage in range(1, kills + 2):
+        runs = proposals * stage // (kills + 1) * 2 // 3
+        night = loop.loop(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
+        while stage <= kills and len(loop.rows()) < runs:
+            time.sleep(0.05)
+            assert night.poll() is None, night.stdout.read()
+        if stage <= kills:
+            night.kill()
+            assert loop.all_ended()
+    output = loop.finish(night)
+    assert loop.all_ended(0)
+    verdicts = loop.verdicts()
+    (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts)} proposals so far", output, re.M)
+    assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.rows()) - 3
+
+    folder = loop.folder / "runs" / "proposals"
+    found = {row["commit"]: row["description"] for row in loop.rows()}
+    for number, verdict in verdicts.items():
+        word = found.get(verdict[-7:], "").split(" ")[0]
+        if word in ENDS:
+            assert re.match(ENDS[word], verdict)
+        elif (folder / str(number) / "prompt.md").exists() and "the loop ended" not in verdict:
+            assert word == "```" or any(re.fullmatch(end, verdict) for end in ENDS.values()), (number, word, verdict)
+    assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
+    (odd,) = {text for text in found.values() if "wider" in text} or [""]
+    assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
+    assert max(path.stat().st_size for path in folder.glob("*/agent.log")) == 2**20
+
+    assert loop.run("git status --porcelain") == "" and loop.run("git diff main --name-only") == "train.py\n"
+    history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
+    *_, kept = (row for row in loop.rows() if row["commit"] in history)
+    assert loop.best() == kept["commit"] and loop.run(f"git diff {kept['commit']} HEAD -- train.py") == ""
+    assert kept["val_bpb"] == min(row["val_bpb"] for row in loop.rows() if row["status"] == "keep")
+    log = (loop.folder / "results.tsv").read_bytes()
+    loop.finish(loop.loop(EVERY, args=[f"--runs={runs}"]))
+    assert (loop.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
+
+
+def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
+    (loop.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
+    loop.finish(loop.loop("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"]))
+    (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
+    before, memory, _ = last.read_text().split("```")
+    assert (last.parent / "agent.log").read_text() == "in a box\n"
+    assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
+    assert "Reference: " in memory and "- refused: it changes harness.py" in memory and "the loop ended" not in memory
+    assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
+
+
+@pytest.mark.parametrize(
+    ("words", "args", "reason"),
+    [
+        ("fail", [], "5 proposals in a row were refused"),
+        ("A" + ",worse" * 15, ["--patience=3"], "3 experiments without a gain"),
+        ("A", ["--hours=0"], "the hours are over: 0 proposals"),
+        ("hang", ["--agent-limit=1"], r"refused  proposal \d, .*: no proposal within 1 s"),
+        ("hang", [], "interrupted: "),
+    ],
+)
+def test_the_loop_ends_with_a_reason(loop, words, args, reason):
+    night = loop.loop(words, args=args)
+    if stop := reason == "interrupted: ":
+        while not loop.calls.exists():
+            time.sleep(0.05)
+        night.send_signal(signal.SIGINT)
+    output = loop.finish(night, code=130 * stop)
+    assert re.search(rf"^{reason}", output, re.M) and "python -m night report" in output, output
+    assert not loop.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
+
+
+def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
+    """A commit on the branch is merged with what is kept; a train.py with changes is left alone. Then the report."""
+    loop.finish(loop.wave("base", *TWO_SLOTS))
+    loop.run("echo x > notes && git add notes && git commit -qm notes && echo '# mine' >> train.py")
+    output = loop.finish(loop.loop("A", "B", args=["--runs=3", "--report", "--agents=1"]))
+    assert {"agent 1: A 0", "agent 2: B 1"} <= loop.scores().keys()
+    assert loop.run("git diff --name-only main HEAD; tail -n1 train.py") == "notes\ntrain.py\n# mine\n"
+    assert "train.py has changes that are not committed" in output
+    assert loop.run(f"git diff {loop.best()} HEAD -- train.py") == ""
+    assert "What the night found stands." in (loop.folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("first", ["A 0", "A 1"])
+def test_of_two_gains_on_the_same_line_the_better_one_stays(loop, first):
+    """A 0 is better. Both begin at the same reference."""
+    loop.commit(base=BODY.replace("val_bpb", f"time.sleep(5 * (A == {29.001 if first == 'A 0' else 29.0})); val_bpb"))
+    loop.finish(loop.loop("A,A,B,B", args=["--runs=2"]))
+    *_, kept, last = rows = [row for row in loop.rows() if row["description"] in ("A 0", "A 1")]
+    assert kept["description"] == first and [row["status"] for row in rows] == ["keep", "keep"]
+    assert loop.best() == next(row["commit"] for row in rows if row["description"] == "A 0")
+    verdict = f"but it conflicts with {kept['commit']}, which is better: {last['commit']}"
+    assert (f"keep, {verdict}" in loop.verdicts().values()) == (first == "A 0")
+
+
+def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):
+    loop.finish(loop.loop("A,B,worse", args=["--runs=2"]))
+    kept, older, both = loop.rows()[3:]
+    assert both["description"] == f"{older['description']}, again on {kept['commit']}"
+    assert {row["status"] for row in (kept, older, both)} == {"keep"} and both["val_bpb"] == 1.319001
+    assert loop.run("git rev-parse HEAD").startswith(both["commit"])
+
+
+def test_a_killed_loop_takes_its_agents_along(loop):
+    night = loop.loop("hang", args=["--agent-limit=99"])
+    while not loop.calls.exists():
+        time.sleep(0.05)
+    night.kill()
+    assert loop.all_ended()
+    assert loop.verdicts() == {1: "refused: the loop ended first", 2: "refused: the loop ended first"}
+
+
+@pytest.mark.parametrize(
+    ("before", "agent", "remedy"),
+    [
+        ("", "no-such-program -p", ": there is no program no-such-program"),
+        ("", "true' --runs '0", " loop: error: argument --runs: 0 is not above 0"),
+        ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
+        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", ": the reference crashes: see"),
+    ],
+)
+def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):
+    output = loop.run(f"{before} python -m night loop --agent '{agent}' --seconds 5", CUDA_VISIBLE_DEVICES="")
+    assert re.search(f"^night{remedy}", output, re.M), output
