@@ -2,7 +2,7 @@
 Many experiments: one run under supervision, waves of runs on every GPU of a machine or a Ray cluster, what they have
 shown so far, and the morning after. `python -m night COMMAND --help` has the options.
 
-`wave`, `report`, `watch` and `page` need the extra [night] (pip install -e '.[night]'), `plot` needs [plot].
+`wave`, `tune`, `report`, `watch` and `page` need the extra [night] (pip install -e '.[night]'), `plot` needs [plot].
 """
 
 import argparse
@@ -21,6 +21,7 @@ from night.report import report
 from night.rows import keep, print_reference
 from night.run import LIMIT, run
 from night.show import show
+from night.tune import SAMPLERS, tune
 from night.wave import wave
 from prepare import PrepareError
 
@@ -40,9 +41,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     limit.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
     many = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[budget, limit])
     many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; needs --tokens")
-    many.add_argument("--again", action="store_true", help="repeat runs that have a row already")
     cluster = dict(default=os.environ.get("RAY_ADDRESS"), help="of Ray ($RAY_ADDRESS, else this machine alone)")
     many.add_argument("--address", **cluster)
+    again = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    again.add_argument("--again", action="store_true", help="repeat runs that have a row already")
 
     def command(function, *parents, help: str) -> argparse.ArgumentParser:
         name = function.__name__.replace("print_", "")
@@ -56,10 +58,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one = command(keep, budget, help="overrule the status of a commit's last row")
     one.add_argument("revision", metavar="COMMIT")
     one.add_argument("--discard", action="store_true", help="instead of keep, in all its rows")
-    one = command(wave, many, help="train each git revision's train.py on a GPU of its own, all at once")
+    one = command(wave, many, again, help="train each git revision's train.py on a GPU of its own, all at once")
     one.add_argument("revisions", nargs="*", default=["HEAD"], metavar="REV")
     numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N,...")
     one.add_argument("--seeds", **numbers, help="train each revision once with each of these seeds")
+    one = command(tune, many, help="search train.py's constants, beside an agent or to compare with one")
+    one.add_argument("--sampler", choices=[*SAMPLERS], default="tpe", help="of Optuna (tpe)")
+    one.add_argument("--runs", type=positive, default=30, metavar="N", help="in all, interrupted ones included (30)")
+    one.add_argument("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="these only")
+    one.add_argument("--list", action="store_true", help="print the knobs and their ranges")
+    one.add_argument("--with-agent", action="store_true", help="go on from whatever commit the night keeps meanwhile")
     one = command(loop, many, help="ask agents for one idea after another, train them, and keep what is better")
     text = "reads a prompt on standard input, or in the file {prompt}; several of them take turns"
     one.add_argument("--agent", action="append", required=True, metavar="COMMAND", help=text)
@@ -73,7 +81,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     text = "before the next call after a refused proposal; three, seven, ... times that after more in a row (30)"
     one.add_argument("--pause", type=float, default=30, metavar="SECONDS", help=text)
     one.add_argument("--report", action="store_true", help="at the end")
-    one = command(report, many, help="how much of the night's gain was luck?")
+    one = command(report, many, again, help="how much of the night's gain was luck?")
     one.add_argument("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
     one.add_argument("--attribute", action="store_true", help="and which kept changes are real, without the others?")
     one = command(show, budget, help="what has been tried so far, or all about one commit's runs")
@@ -91,6 +99,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
     if "seconds" in args:
         args.setting = harness.budget_name(args.seconds, args.tokens, args.gpu)
+    if args.command == "tune" and args.with_agent and args.sampler == "cmaes":
+        parser.error("--with-agent moves the ranges, and CMA-ES needs fixed ones: take tpe or random")
     if "limit" in args:
         args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     return args

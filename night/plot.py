@@ -7,7 +7,7 @@ import numpy as np
 
 import harness
 from night.records import curve, folders
-from night.rows import experiments, git, seed_noise
+from night.rows import arms, experiments, git, seed_noise
 from prepare import PrepareError
 
 
@@ -29,6 +29,22 @@ def plot(args: argparse.Namespace | None = None) -> None:
         lines += draw(ax, *place, [row for row in rows if (row["gpu"], row["dataset"]) == place])
     figure.set_size_inches(9, 4.3 * len(places) + 0.16 * lines)
     figure.savefig(path := harness.RESULTS.with_name("progress.png"), dpi=180)
+    print(path)
+    groups = {place: arms([row for row in rows if (row["gpu"], row["dataset"]) == place]) for place in places}
+    if groups := {place: group for place, group in groups.items() if len(group) > 1}:
+        plot_arms(Figure(layout="constrained", figsize=(9, 4.3 * len(groups))), groups)
+
+
+def plot_arms(figure, groups: dict[tuple[str, str], dict[str, list[dict]]]) -> None:
+    """Draws arms.png: for each gpu and dataset the best val_bpb so far of each arm against the number of its runs."""
+    for ax, (place, found) in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups.items(), strict=True):
+        for arm, rows in found.items():
+            lowest = np.minimum.accumulate([row["val_bpb"] or np.inf for row in rows])
+            ax.step(np.arange(1, len(rows) + 1), lowest, where="post", marker=".", label=f"{arm}, {lowest[-1]:.4f}")
+        ax.set(xlabel="runs of the arm", ylabel="best val_bpb so far")
+        ax.set_title(", ".join(place), loc="left", size=10, parse_math=False)
+        ax.legend(frameon=False, fontsize=8)
+    figure.savefig(path := harness.RESULTS.with_name("arms.png"), dpi=180)
     print(path)
 
 

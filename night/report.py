@@ -7,7 +7,7 @@ import harness
 from harness import Description, Label
 from night.attribute import attribute
 from night.plot import plot
-from night.rows import experiments, good, in_history
+from night.rows import arms, experiments, good, in_history
 from night.wave import Run, start_ray, train_all
 from prepare import PrepareError
 
@@ -30,6 +30,8 @@ def report(args: argparse.Namespace) -> None:
     kept = [row for row in rows if row["status"] == "keep"]
     crashed = sum(row["status"] == "crash" for row in rows)
     title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {crashed} crashed."
+    if len(arms(rows)) > 1:
+        title += "".join(f"\n{best_of(arm, own)}" for arm, own in arms(rows).items())
     print(title)
     kept = in_history(kept)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
@@ -42,8 +44,16 @@ def report(args: argparse.Namespace) -> None:
         if args.attribute:
             text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, args, kind)}"
     print(f"\n{text}")
-    harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n![](progress.png)\n", "utf-8")
+    pictures = "![](progress.png)" + "\n\n![](arms.png)" * (len(arms(rows)) > 1)
+    harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n{pictures}\n", "utf-8")
     plot()
+
+
+def best_of(arm: str, rows: list[dict]) -> str:
+    done = [row for row in rows if row["status"] != "crash"]
+    best = min(done, key=lambda row: row["val_bpb"], default=None)
+    name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best else "none, all crashed"
+    return f"- Best of {len(rows)} by {arm}: {name}."
 
 
 def gains(first: dict, last: dict, rows: list[dict]) -> str:

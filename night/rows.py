@@ -3,8 +3,10 @@
 import argparse
 import math
 import os
+import re
 import statistics
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,16 @@ def experiments() -> list[dict]:
     rows = [row for row in harness.read_results() if not Label.parse(row["gpu"]).report]
     last = {(*name_of(row), row["gpu"], row["dataset"]): i for i, row in enumerate(rows)}
     return [row for i, row in enumerate(rows) if row["status"] != "crash" or i in last.values()]
+
+
+def arms(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows by who made their commits: `tpe` if the subject begins with `tune tpe:`, `agent 2` if with that, else
+    `agent`."""
+    found = defaultdict(list)
+    for row in rows:
+        prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
+        found[(prefix and (prefix[1] or prefix[2])) or "agent"].append(row)
+    return found
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:

@@ -1,0 +1,258 @@
+"""The control arm: Optuna turns train.py's constants; each trial is a commit with a row, as an agent's idea is."""
+
+import argparse
+import ast
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import zlib
+from collections import defaultdict
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NamedTuple
+
+import harness
+import prepare
+from harness import Description
+from night.commits import commit_train, read_train
+from night.records import RUNS
+from night.rows import ROOT, Kind, git, name_of, reference
+from night.wave import Run, Trainer, decide, revisions, run_of, settled, start_ray, table
+from prepare import PrepareError
+
+SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
+SIZES = ("depth", "n_embd", "window", "total_batch_size")  # those searched unless --knobs names others
+RATES = "LR|RATE|DECAY|SCALE|EPS"  # in a name: not a share, though below 1
+SUBJECT = 120  # characters
+
+
+# ------------------------------------------------------------------------------------------------------------ the knobs
+class Knob(NamedTuple):
+    """A positive number in train.py, and where to search: in [low, high] or, of an integer, among `choices`."""
+
+    name: str
+    value: float
+    text: str
+    place: tuple[int, int, int]  # line from 0, first and last byte
+    low: float
+    high: float
+    log: bool  # whether to search on a logarithmic scale: all but shares
+    choices: tuple[int, ...]
+
+    def fit(self, x: float) -> float:
+        """The nearest value that it may have: one of its choices, or three digits."""
+        if x == self.value:
+            return x
+        if self.choices:
+            return min(self.choices, key=lambda n: abs(n - x))
+        return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
+
+    def literal(self, value: float) -> str:
+        """As its own is written: 2**17, 200_000."""
+        if "**" in self.text and math.log2(value).is_integer():
+            return f"2**{int(math.log2(value))}"
+        return f"{value:_}" if "_" in self.text else repr(value)
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.choices)) or f"{self.low:g} to {self.high:g}{', log scale' * self.log}"
+        return f"{self.name:24} {self.text:12} {where}"
+
+
+def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[Knob]:
+    """The top-level constants of a train.py, and the sizes in the row of SIZES for so many FLOP/s; or those named."""
+    nodes, fields, rows, sizes = {}, {}, [], {}
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
+                pass
+            case ast.Assign([ast.Name(name)], value):
+                nodes[name] = None if name in nodes else value  # set twice: the first number says nothing
+            case ast.ClassDef(name):
+                fields[name] = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]
+    for row in rows:
+        match row:
+            case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
+                sizes = dict(zip(fields.get(name, ()), args, strict=False))
+                sizes |= {word.arg: word.value for word in keywords}
+    lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items()}
+    knobs = [make_knob(name, node, lines, {}) for name, node in nodes.items() if node]
+    knobs += [make_knob(name, node, lines, values) for name, node in sizes.items()]
+    found = {knob.name: knob for knob in knobs if knob}
+    wanted = names or [name for name in found if name in SIZES or name not in sizes]
+    if missing := [name for name in names if name not in found]:
+        raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
+    return [knob for name, knob in found.items() if name in wanted]
+
+
+def number(node: ast.expr) -> float | None:
+    """The value of a number or of arithmetic with numbers, such as 2**17; else None."""
+    if all(isinstance(part, (ast.Constant, ast.BinOp, ast.operator)) for part in ast.walk(node)):
+        with suppress(ArithmeticError, TypeError, ValueError):
+            value = eval(ast.unparse(node))
+            return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def make_knob(name: str, node: ast.expr, lines: list[bytes], sizes: dict) -> Knob | None:
+    """None unless it is a positive number. Its range is that of a comment `# [low, high]`, or else by kind."""
+    value, line = number(node), lines[node.lineno - 1]
+    if not value or value < 0 or node.lineno != node.end_lineno:
+        return None
+    choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
+    share = value < 1 and not re.search(RATES, name)
+    room = 0.75 * min(value, 1 - value)
+    low, high = (value - room, value + room) if share else (value / 4, value * 4)
+    if choices:
+        low, high = min(choices), max(choices)
+    pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
+    if pair and not sizes:
+        low, high = map(float, pair.groups())
+        if not low <= value <= high:
+            raise PrepareError(f"train.py: {name} = {value} is not in its range [{low:g}, {high:g}]")
+    first, end = node.col_offset, node.end_col_offset
+    choices = tuple(n for n in choices if low <= n <= high)
+    log = low > 0 and not share
+    return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
+
+
+def neighbours(name: str, value: int, sizes: dict) -> list[int]:
+    """What to try instead of a small integer, a power of two or a size, which has to fit the others; else []."""
+    heads, head_dim, seq_len = (sizes.get(field) or 1 for field in ("full_heads", "head_dim", "seq_len"))
+    if name == "n_embd":
+        return [head_dim * n for n in range(max(heads, value // head_dim - 2), value // head_dim + 3)]
+    if value < 16:
+        return list(range(max(1, value - 2), value + 3))
+    around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
+    fits = {"window": lambda n: seq_len % n == 0, "total_batch_size": lambda n: n % seq_len == 0}
+    return [n for n in around if fits.get(name, bool)(n) or n == value]
+
+
+def edit(source: bytes, values: dict[Knob, float]) -> bytes:
+    """train.py with other numbers; what stands in columns behind them stays there."""
+    lines = source.splitlines(keepends=True)
+    for knob in sorted(values, key=lambda knob: knob.place, reverse=True):
+        line, start, end = knob.place
+        text, rest = knob.literal(values[knob]).encode(), lines[line][end:]
+        longer = len(text) - (end - start)
+        rest = re.sub(rb" {2,}", lambda gap: b" " * max(2, len(gap[0]) - longer), rest, count=1)  # noqa: B023
+        lines[line] = lines[line][:start] + text + rest
+    return b"".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+def tune(args: argparse.Namespace) -> None:
+    """Searches the constants of the reference's train.py, a trial on each free GPU; prints the best ten."""
+    peak = peak_flops(args.gpu)
+    if args.list:
+        kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
+        return print(*read_knobs(read_train(reference(kind)), peak, args.knobs), sep="\n")
+    try:
+        import optuna
+    except ImportError:
+        raise PrepareError("this needs Optuna: pip install -e '.[night]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    kind = start_ray(args)
+    Tuner(args, kind, peak).search()
+
+
+def peak_flops(gpu: str | None) -> float:
+    """Of the GPU whose size runs take. A process of its own asks, so that this one takes no memory of a GPU."""
+    if gpu:
+        return harness.named_gpu(gpu).peak_flops
+    code = "import harness; print(harness.this_gpu().peak_flops)"
+    return float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
+
+
+class Tuner:
+    """A study in runs/tune.db, with a trial for each commit. Killed and started again, it goes on."""
+
+    def __init__(self, args: argparse.Namespace, kind: Kind, peak: float):
+        import optuna
+
+        self.args, self.kind, self.peak = args, kind, peak
+        self.states, self.trainer, self.waiting = optuna.trial.TrialState, Trainer(args, kind), defaultdict(list)
+        self.branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+        self.base = reference(kind)
+        start = "with the agent" if args.with_agent else self.base
+        name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(sorted(args.knobs))])
+        RUNS.mkdir(exist_ok=True)
+        options = dict(storage=f"sqlite:///{RUNS}/tune.db", load_if_exists=True)
+        sampler = getattr(optuna.samplers, SAMPLERS[args.sampler])()
+        self.study = optuna.create_study(study_name=name, sampler=sampler, **options)
+        left = self.study.get_trials(states=(self.states.RUNNING,))
+        self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # of a tuner that was killed
+
+    def search(self) -> None:
+        print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
+        trainer = self.trainer
+        with trainer.at_work(0):
+            while True:
+                while len(trainer.pending) < trainer.slots and (trial := self.next_trial()):
+                    self.start(trial)
+                if not trainer.pending:
+                    break
+                for run, row in trainer.ended():
+                    for trial in self.waiting.pop(run):
+                        self.tell(trial, row)
+                    edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
+                    if edits:  # the reference has ended, some of its edits perhaps before it
+                        ended = {name_of(other) for other in self.kind.rows() if other["commit"] in edits}
+                        decide(ended - {run[:2]}, row, self.kind)
+        self.show_best()
+
+    def begun(self) -> list[dict]:
+        """`base` and `commit` of each trial that has begun, as far as it has got."""
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial.user_attrs for trial in trials if trial.state != self.states.WAITING]
+
+    def next_trial(self):
+        """One that was killed, or a new one; None if there are enough. The reference is the first of those from it."""
+        if self.left or len(self.begun()) >= self.args.runs:
+            return self.left.pop(0) if self.left else None
+        if self.args.with_agent:
+            self.base = reference(self.kind)
+        if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
+            knobs = read_knobs(read_train(self.base), self.peak, self.args.knobs)
+            self.study.enqueue_trial({knob.name: knob.value for knob in knobs}, user_attrs={"base": self.base})
+        return self.study.ask()
+
+    def start(self, trial) -> None:
+        """Makes its commit, and trains that unless it has a row or is at work."""
+        (base,) = revisions([trial.user_attrs.get("base", self.base)])
+        trial.set_user_attr("base", base[0])
+        source, values = read_train(base[0]), {}
+        for knob in read_knobs(source, self.peak, self.args.knobs):
+            value = knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log))
+            values |= {knob: value} if value != knob.value else {}
+        run = run_of(*base, None)
+        if values:
+            most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
+            text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
+            subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
+            text = edit(source, values)
+            ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
+            run = run_of(commit_train(base[0], text, subject, ref), subject, None)
+        trial.set_user_attr("commit", run.commit)
+        rows = [row for row in self.kind.rows() if name_of(row) == run[:2] and settled(row, self.kind, base[0])]
+        if rows:
+            return self.tell(trial, rows[-1])
+        self.waiting[run].append(trial)
+        if run not in self.trainer.runs():
+            self.trainer.submit(run, base)
+
+    def tell(self, trial, row: dict) -> None:
+        if row["status"] == "crash":
+            self.study.tell(trial, state=self.states.FAIL)
+        else:
+            self.study.tell(trial, row["val_bpb"])
+
+    def show_best(self) -> None:
+        commits = {found.get("commit") for found in self.begun()} | {self.base}
+        rows = [row for row in self.kind.rows() if row["commit"] in commits and Description.parse(row).seed is None]
+        rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
+        best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
+        best += [row for row in rows.values() if row["commit"] == self.base and row not in best]
+        print(f"\n{table({Run(*name_of(row), None): row for row in best}, self.base)}")
+        if best and best[0]["commit"] != self.base:
+            print("The best of many is partly lucky: before you keep it, train it with other seeds (docs/tune.md)")

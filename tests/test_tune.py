@@ -1,0 +1,169 @@
+"""Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Ray and Optuna."""
+
+import re
+import time
+
+import pytest
+from test_wave import STUB, TWO_SLOTS, Clone
+
+import harness
+from night.__main__ import parse
+from night.plot import plot
+from night.report import best_of
+from night.rows import arms
+from night.tune import edit, read_knobs
+from prepare import PrepareError
+
+optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
+
+HOSTILE = """\
+A_LR = 0.04        # a rate
+SHARE = 0.95
+STEPS = 200        # [100, 300] of them, [Smith, 2020]
+ROWS = 2**17       # a power
+LONG = 1_234_567   # digits
+STRING = "1"; BYTES = b"1"; TUPLE = (0.1, 0.2); FLAG = True; NONE = None; CALL = float("1.0"); NAME = ROWS
+NOTHING = 0.0; ZERO = 0; MINUS = -0.3; LESS = 1 - 2; COMPLEX = 1j; INF = 1e999; ERROR = 1 / 0; TYPES = "1" + 1
+SPLIT = (2
+         ** 3)
+A = B = 0.5; LEFT, RIGHT = 0.6, 12.0; TWICE = 0.2; TWICE = 0.3
+if NAME: INNER = 1 << -1
+class Config:
+    depth: int; n_embd: int; head_dim: int; seq_len: int; window: int; full_heads: int; total_batch_size: int
+SIZES = (  # from
+    (0, Config(3, 128, 32, 256, full_heads=4, window=256)), (7e13, Config(4, 384)),
+    (1e12, "é", Config(9)), (1e12, Config(5, 384, 128, 2048, 256, 1, 2**13, experts=32)))
+""".encode()
+
+# 1.203 where LR is 0.02 and WIDTH is 32, 1.403 at the start; a DEPTH of 1, 4 or 5 crashes
+BOWL = "LR = 0.04001  # [0.01, 0.1]\nWIDTH = 2**4\nDEPTH = 3\nimport math\n" + STUB.replace("BODY", """\
+    open(LOG, "a").write("one "); time.sleep(0.3); assert DEPTH in (2, 3)
+    val_bpb = 1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.log2(WIDTH))"""[4:])  # fmt: skip
+
+
+class Tuned(Clone):
+    def search(self, *args: str, rows: int = 0):
+        search = self.start(f"exec python -m night tune {' '.join([*TWO_SLOTS, *args])}", CUDA_VISIBLE_DEVICES="")
+        while len(self.rows()) < rows:
+            time.sleep(0.05)
+            assert search.poll() is None, search.stdout.read()
+        return search
+
+    def tune(self, *args: str) -> str:
+        return self.finish(self.search(*args))
+
+    def trials(self) -> list:
+        return optuna.load_study(study_name=None, storage=f"sqlite:///{self.folder}/runs/tune.db").trials
+
+    def train(self, commit: str) -> tuple[str, tuple]:
+        text = self.run(f"git show {commit}:train.py")
+        return text, tuple(knob.value for knob in read_knobs(text.encode(), 0))
+
+
+@pytest.fixture
+def clone(prepared, tmp_path):
+    clone = Tuned(tmp_path / "clone", prepared)
+    (clone.folder / "train.py").write_text(BOWL.replace("LOG", repr(str(tmp_path / "trained"))))
+    clone.run("git commit -qam base")
+    return clone
+
+
+def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
+    assert {knob.name: knob.choices or (knob.low, knob.high, knob.log) for knob in read_knobs(HOSTILE, 5e12)} == {
+        "A_LR": (0.01, 0.16, True),
+        "SHARE": (pytest.approx(0.9125), pytest.approx(0.9875), False),
+        "STEPS": (100.0, 300.0, True),
+        "ROWS": (2**15, 2**16, 2**17, 2**18, 2**19),
+        "LONG": (308641.75, 4938268.0, True),
+        "depth": (3, 4, 5, 6, 7),
+        "n_embd": (128, 256, 384, 512, 640),
+        "window": (64, 128, 256, 512, 1024),
+        "total_batch_size": (2**11, 2**12, 2**13, 2**14, 2**15),
+    }
+    choices = {knob.name: knob.choices for knob in read_knobs(HOSTILE, 0, ["n_embd", "window", "seq_len"])}
+    assert choices == {"n_embd": (128, 160, 192), "window": (64, 128, 256), "seq_len": (64, 128, 256, 512, 1024)}
+
+
+def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
+    knobs = {knob.name: knob for knob in read_knobs(HOSTILE, 5e12)}
+    wanted = {"A_LR": 0.0123456, "STEPS": 123.4, "LONG": 2.3e6, "n_embd": 600, "window": 999}
+    values = {knobs[name]: knobs[name].fit(value) for name, value in (wanted | {"total_batch_size": 2e4}).items()}
+    assert [line for line in edit(HOSTILE, values).split(b"\n") if line not in HOSTILE.split(b"\n")] == [
+        b"A_LR = 0.0123      # a rate",
+        b"STEPS = 123        # [100, 300] of them, [Smith, 2020]",
+        b"LONG = 2_300_000   # digits",
+        '    (1e12, "é", Config(9)), (1e12, Config(5, 640, 128, 2048, 1024, 1, 2**14, experts=32)))'.encode(),
+    ]
+
+
+def test_a_range_without_the_value_an_unknown_knob_and_cma_es_with_an_agent_are_refused():
+    with pytest.raises(PrepareError, match=r"A_LR = 0.04 is not in its range \[0.01, 0.02\]"):
+        read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
+    with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py; there are A_LR, "):
+        read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
+    with pytest.raises(SystemExit):
+        parse(["tune", "--with-agent", "--sampler=cmaes"])
+
+
+def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
+    (clone.folder / "train.py").write_text("by hand")
+    clone.search("--runs=20", rows=7).kill()
+    assert clone.all_gone(20, runs=True)
+    before, output = clone.rows(), clone.tune("--runs=20")
+    rows, trials = clone.rows(), clone.trials()
+    by_commit = {row["commit"]: row for row in rows}
+    assert len(trials) == 20 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
+    assert rows[: len(before)] == before and rows == [*by_commit.values()]
+    assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2  # killed at work, and repeated
+    base, (start, _) = trials[0].user_attrs["commit"], clone.train("HEAD")
+    assert base == clone.run("git rev-parse --short=7 HEAD").strip() and by_commit[base]["val_bpb"] > 1.403
+    for trial, row in [(trial, by_commit[trial.user_attrs["commit"]]) for trial in trials]:
+        text, (lr, width, depth) = clone.train(row["commit"])
+        assert 0.01 <= lr <= 0.1 and width in (4, 8, 16, 32, 64) and text.split("\n")[3:] == start.split("\n")[3:]
+        assert trial.value == (row["val_bpb"] or None) and (row["status"] == "crash") == (depth not in (2, 3))
+        parent = clone.run(f"git rev-parse --short=7 {row['commit']}^").strip()
+        assert row["commit"] == base or (parent == base and row["description"].startswith("tune tpe: "))
+    best = min((row for row in rows if row["val_bpb"]), key=lambda row: row["val_bpb"])
+    assert re.search(rf"vs reference.*\n{best['val_bpb']:.6f} .* keep +{best['commit']}  tune tpe: ", output)
+    assert clone.run("git status --porcelain").split() == ["M", "train.py"]
+    assert clone.tune("--runs=20").startswith("20 of 20 trials so far, 0 of them")
+
+
+def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(clone):
+    search = clone.search("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", rows=2)
+    idea = clone.run("sed -i '$ a # an idea' train.py; git commit -qam idea; git rev-parse --short=7 HEAD").strip()
+    row = {key: clone.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
+    harness.log_result(val_bpb=1.1, commit=idea, description="idea", path=clone.folder / "results.tsv", **row)
+    clone.finish(search)
+    commits = [trial.user_attrs["commit"] for trial in clone.trials()]
+    edits = ["# an idea" in clone.train(commit)[0] for commit in commits]
+    assert 1 < edits.index(True) < 6 and edits == sorted(edits) and commits[edits.index(True)] == idea
+    assert len(clone.rows()) == len({row["commit"] for row in clone.rows()}) == 12
+
+
+def test_equal_values_are_one_run_and_cma_es_searches(clone):
+    lines = clone.run("python -m night tune --list --knobs=WIDTH,DEPTH --gpu T4").splitlines()
+    assert [line.split()[:4] for line in lines] == [["WIDTH", "2**4", "4,", "8,"], ["DEPTH", "3", "1,", "2,"]]
+    clone.tune("--sampler=cmaes", "--runs=12", "--knobs=WIDTH,DEPTH")
+    trials, rows = clone.trials(), clone.rows()
+    assert len(trials) == 12 > len(rows) == len({clone.train(row["commit"])[1] for row in rows}) > 1
+    assert all(row["description"].startswith("tune cmaes: ") for row in rows[2:])
+
+
+def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, gpu="A", dataset="d", commit="c")
+    ideas = {
+        "no tune tpe: a": 1.3,
+        "tune tpe: A 1 -> 2": 1.2,
+        "agent 2: x": 1.25,
+        "tune tpe: A 1 -> 3": 1.1,
+        "tune random: A": 0,
+    }
+    for text, bpb in ideas.items():
+        harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), **row)
+    found = arms(harness.read_results())
+    assert {arm: len(rows) for arm, rows in found.items()} == {"agent": 1, "tpe": 2, "agent 2": 1, "random": 1}
+    assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c, tune tpe: A 1 -> 3."
+    plot()
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]
