@@ -862,6 +862,7 @@ SECTIONS = [
     ("The arms", "night/rows.py", ["test_tune.py", "-k", "arms"], [
         ('or prefix[2])) or "agent"]', '))  or "agent"]'),
         ("(?:tune (", "(?:.*tune ("),
+    ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "killed or prompt or trained_again"], [
         ('text.startswith("refused") and text != ENDED', 'text.startswith("refused")'),
         ('squeezed(commit) == b"".join(text.split())', "read_train(commit) == text"),
