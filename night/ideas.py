@@ -34,6 +34,11 @@ class Idea:
         return {SEED if seed is None else seed: bpb for seed, bpb in done}
 
     @property
+    def score(self) -> float:
+        """The mean of its scores; 0.0 if all runs crashed."""
+        return statistics.mean(self.scores.values()) if self.scores else 0.0
+
+    @property
     def status(self) -> str:
         found = {row["status"] for row in self.rows}
         return next(status for status in ("keep", "discard", "crash") if status in found)

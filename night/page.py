@@ -52,7 +52,7 @@ def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
     for folder in [folder for row in idea.rows for folder in records.folders(row)[:1]]:
         if points := records.curve(folder):
             curves.append({key: [getattr(point, key) for point in points] for key in ("seconds", "loss")})
-    bpb = statistics.mean(idea.scores.values()) if idea.scores else None
+    bpb = idea.score or None
     return {
         "no": number, "commit": idea.commit, "subject": idea.subject, "family": idea.family, "status": status(idea),
         "bpb": bpb, "score": f"{bpb:.4f}" if bpb else "", "change": idea.change,
@@ -65,21 +65,21 @@ def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
 
 def chart(go, found: list[Idea], sd: float):
     """val_bpb of each idea, the mean of its seeds; crashes at the lower edge."""
-    scores = [statistics.mean(idea.scores.values()) for idea in found if idea.scores] or [0.0]
+    scores = [idea.score for idea in found if idea.scores] or [0.0]
     low, high = min(scores), max(scores)
     top = min(high, low + 2.5 * max(statistics.median(scores) - low, 1e-3))
     margin = 0.05 * (top - low or low)
     figure = go.Figure()
     for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
         chosen = [(number, idea) for number, idea in enumerate(found, start=1) if status(idea) == name]
-        heights = [min(top, statistics.mean(idea.scores.values() or [low - margin])) for _, idea in chosen]
+        heights = [min(top, idea.score or low - margin) for _, idea in chosen]
         figure.add_scatter(
             x=[number for number, _ in chosen], y=heights, mode="markers", name=f"{len(chosen)} {name}",
             marker=dict(color=color, size=9 if name == "keep" else 6, symbol="x" if name == "crash" else "circle"),
             customdata=[number for number, _ in chosen], hovertext=[hover(idea, sd) for _, idea in chosen],
             hoverinfo="text",
         )  # fmt: skip
-    kept = [(n, statistics.mean(i.scores.values())) for n, i in enumerate(found, start=1) if i.status == "keep"]
+    kept = [(n, i.score) for n, i in enumerate(found, start=1) if i.status == "keep"]
     if kept:
         best = [min(bpb for _, bpb in kept[: i + 1]) for i in range(len(kept))]
         x, y = [*(n for n, _ in kept), len(found)], [*best, best[-1]]

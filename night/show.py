@@ -50,8 +50,7 @@ def about_night(rows: list[dict]) -> str:
     count = {status: sum(row["status"] == status for row in rows) for status in ("keep", "crash")}
     lines = [f"# {rows[0]['gpu']}, {rows[0]['dataset']}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
-    bpb = min(reference.scores.values(), default=0.0)
-    lines.append(f"Reference: {reference.commit}, {reference.subject}, {bpb:.4f}.")
+    lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
     if sd:
         lines.append(f"A seed's standard deviation is {sd:.4f}: `~` marks noise, for one seed below {noise(sd):.4f}.")
     lines.append("A number is the change of val_bpb that an edit made; negative is better. `*` is kept.\n")
@@ -79,7 +78,7 @@ def knob(name: str, group: list[Idea], sd: float) -> str:
 def gain(idea: Idea, sd: float) -> str:
     """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036+-0.0004*`."""
     if idea.change is None:
-        return f"{min(idea.scores.values(), default=0.0):.4f}" + "*" * (idea.status == "keep")
+        return f"{idea.score:.4f}" + "*" * (idea.status == "keep")
     error = f"+-{idea.error:.4f}" if idea.error else ""
     near = "~" if abs(idea.change) < noise(sd, idea.pairs) else ""
     return f"{idea.change:+.4f}{error}" + ("*" if idea.status == "keep" else near)

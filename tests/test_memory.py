@@ -159,7 +159,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     assert "- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)", told)
     assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
-    assert re.search(r"- 1.3000\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
+    assert re.search(r"- 1.3050\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
     with pytest.raises(harness.PrepareError, match="no row, 60 s"):
         show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
 
