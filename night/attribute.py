@@ -39,12 +39,14 @@ class Change:
 def halves(count: int) -> np.ndarray:
     """(runs, count) bool, which changes each run leaves out: each in half of the runs, any two together in a quarter.
 
-    The runs are the smallest power of two that leaves four degrees of freedom or more.
+    The runs are the smallest power of two that leaves four degrees of freedom or more. Up to half as many changes have
+    effects that are not mixed up with how two others work together (a design of resolution IV).
     """
     from scipy.linalg import hadamard
 
     runs = 2 ** math.ceil(math.log2(count + 5))
-    return hadamard(runs)[:, 1 : count + 1] < 0
+    columns = sorted(range(1, runs), key=lambda column: column.bit_count() % 2 == 0)  # the odd ones first
+    return hadamard(runs)[:, columns[:count]] < 0
 
 
 def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
@@ -55,12 +57,12 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
     of a seed's standard deviation.
     """
     left_out, scores = np.empty((0, len(changes)), bool), np.empty((0, 2))
-    for _ in range(ROUNDS):
+    for again in range(ROUNDS):
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
         plan = np.zeros((len(halves(len(chosen))), len(changes)), bool)
-        plan[:, chosen] = halves(len(chosen))
+        plan[:, chosen] = halves(len(chosen)) ^ bool(again)  # the other half: both rounds together have resolution IV
         done, new = measure(plan, len(scores))
         left_out, scores = np.concatenate([left_out, done]), np.concatenate([scores, new])
         judge(changes, left_out, scores, sd, freedom)

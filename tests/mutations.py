@@ -937,7 +937,9 @@ SECTIONS = [
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [
-        ("[:, 1 : count + 1] < 0", "[:, :count] < 0"),
+        ("range(1, runs)", "range(runs)"),
+        ("column.bit_count() % 2 == 0", "0"),
+        ("halves(len(chosen)) ^ bool(again)", "halves(len(chosen))"),
         ("math.log2(count + 5)", "math.log2(count + 1)"),
         ("for sign in (1, -1)]", "for sign in (-1, 1)]"),
         ("+ sd**2 * freedom", ""),

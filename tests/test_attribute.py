@@ -95,6 +95,26 @@ def test_each_run_leaves_out_half_of_the_changes_and_any_two_together_a_quarter_
         assert (together[~np.eye(count, dtype=bool)] == 0.25).all()
 
 
+@pytest.mark.parametrize("count", [8, 11, 16])
+def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count):
+    """8 and 16 changes are told apart in the first round; what 11 need is the second, of what is still open."""
+    truth = np.full(count, 0.01)
+    seen = []
+
+    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        seen.append(plan)
+        worse = plan @ truth + 0.02 * (plan[:, 0] & plan[:, 1])  # without one of the two little is lost
+        return plan, np.stack([worse, worse], 1)
+
+    changes = [Change(str(i), 1) for i in range(count)]
+    decide(changes, measure, 0.1, 10**6)  # so noisy that all stay open
+    assert len(seen) == 2 and not (seen[0] == seen[1]).any()
+    rounds = np.concatenate(seen) if count == 11 else seen[0]
+    signs = 1 - 2 * rounds.astype(int)
+    assert (signs.T @ (signs[:, 0] * signs[:, 1]) == 0).all()
+    assert [change.val for change in changes] == pytest.approx([0.02] * 2 + [0.01] * (count - 2))
+
+
 def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_with_what_needs_it():
     files = [b"a = 1\n\nb = 1\n\nc = 1\n", b"a = 2\n\nb = 1\n\nc = 1\n", b"a = 2\n\nb = 2\n\nc = 1\n"]
     files += [
