@@ -1,0 +1,74 @@
+"""
+What is each mechanism of train.py worth? Trains it without half of them at a time, as `night report --attribute` does
+with the changes of a night, and prints the table of docs/ablations.md.
+
+    python tests/bench/ablate.py --gpu T4 --tokens 62400000 --per-gpu 6    # options as `night wave` takes them
+
+The runs' commits are branches `ablation/*`, their rows go to results.tsv: call it in a clone of its own.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from night.__main__ import parse
+from night.attribute import Change, decide, score, train
+from night.commits import commit_train, read_train
+from night.wave import start_ray
+
+EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
+    "3-grams": [("NGRAMS = (2, 3", "NGRAMS = (2")],
+    "4-grams": [(", 4)  ", ",)  ")],
+    "induction embedding": [("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F.")],
+    "x0": [("x = x + self.x0_lambda * x0", "pass")],
+    "value embeddings": [("if layer.value_embed else None\n        self.g", "if False else None\n        self.g")],
+    "gates of value embeddings": [("v + gate[:, :, H:] * F", "v + F")],
+    "decay of value embeddings": [("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  ")],
+    "head gates": [("(y * gate[:, :, :H]).reshape", "y.reshape")],
+    "residual lambdas": [("x = self.residual_lambda * x ", "x = x ")],
+    "shifted half keys": [("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n")],
+    "shifted pieces": [("shift=i % 2 * window // 2", "shift=0")],
+    "LeakyReLU^2, not ReLU^2": [("F.leaky_relu(x, 0.3)", "F.relu(x)")],
+    "softcap": [("SOFTCAP = 12.0", "SOFTCAP = None")],
+    "NorMuon": [("    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()\n", "")],
+    "cautious decay": [("cautious = update * p >= 0", "cautious = 1.0")],
+    "momentum warm-up": [("min(1.0, step / MOMENTUM_WARMUP)", "1.0")],
+}
+
+
+def without(text: str, names: list[str]) -> str:
+    """train.py without some mechanisms."""
+    for name in names:
+        for old, new in EDITS[name]:
+            assert text.count(old) == 1, f"{name}: {text.count(old)} times in train.py: {old!r}"
+            text = text.replace(old, new)
+    return text
+
+
+def main() -> None:
+    args = parse(["wave", *sys.argv[1:]])
+    kind = start_ray(args)._replace(report=True)  # so that runs score the test split, too
+    (full,) = subprocess.check_output(["git", "rev-parse", "--short=7", "HEAD"], text=True).split()
+    text, names = read_train(full).decode(), list(EDITS)
+
+    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        runs = []
+        for i, row in enumerate(plan, start=first):
+            left_out = [names[j] for j in np.flatnonzero(row)]
+            version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
+            runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + i))
+        rows = train(runs, args, kind)
+        return plan, np.array([score(rows, *run) for run in runs])
+
+    changes = [Change(name, 0) for name in names]
+    decide(changes, measure, 0.0, 0)
+    print("| without | costs val | test | standard error | verdict |\n| --- | --- | --- | --- | --- |")
+    for change in sorted(changes, key=lambda change: -change.val):
+        print(f"| {change.name} | {change.val:+.4f} | {change.test:+.4f} | {change.error:.4f} | {change.verdict} |")
+
+
+if __name__ == "__main__":
+    main()

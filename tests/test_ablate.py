@@ -1,0 +1,48 @@
+"""The ablations still fit train.py: each leaves a train.py that trains, and trains otherwise."""
+
+import functools
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from ablate import EDITS, without
+
+import harness
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAIN = Path(harness.__file__).with_name("train.py").read_text()
+
+
+@functools.cache
+def losses(left_out: tuple[str, ...]) -> list[float]:
+    """Of eight steps of a tiny model on text that repeats itself."""
+    name = "ablated"
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(compile(without(TRAIN, left_out), name, "exec"), module.__dict__)
+    config = module.Config(2, 64, 32, 64, 16, 1, 2, 2 * 64, 512, vocab_size=32)
+    torch.manual_seed(1)
+    model = module.build_model(config, torch.device("cpu"), harness.named_gpu("cpu"))
+    model.train()
+    optimizer, scaler = module.make_optimizer(model), module.make_scaler(model)
+    tokens = torch.randint(32, (8, 2, 33)).repeat(1, 1, 2)
+    batches = itertools.cycle((row[:, :64], row[:, 1:65], 1) for row in tokens)
+    seen = []
+    for step in range(8):
+        module.set_schedules(optimizer, step / 8, step)
+        seen.append(module.train_step(model, optimizer, scaler, batches)[0].item())
+    del sys.modules[name]
+    return seen
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_without_a_mechanism_the_model_trains_otherwise(name):
+    assert losses((name,)) != losses(()) and max(losses((name,))) < 4
+
+
+def test_any_mechanisms_can_be_left_out_together():
+    assert max(losses(tuple(EDITS))) < 4
+    for pair in itertools.combinations(EDITS, 2):
+        compile(without(TRAIN, pair), "train.py", "exec")
