@@ -13,12 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import harness
 import prepare
@@ -27,10 +26,10 @@ from night.clean import scratch_folder
 from night.commits import commit_train, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
-from night.rows import ROOT, Kind, experiments, git, good, in_history, reference
-from night.run import LOG_BYTES, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, end_children, prctl, train_options
-from night.show import about_night, pick_kind
-from night.wave import Trainer, revisions, run_of, start_ray, train_all
+from night.rows import ROOT, Kind, branch, git, git_bytes, good, in_history, reference, revisions
+from night.run import guard, train_options
+from night.show import about_night, last_place
+from night.wave import Trainer, run_of, start_ray, train_all
 from prepare import PrepareError
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt; its commit is <branch>-loop/<n>
@@ -81,31 +80,24 @@ def loop(args: argparse.Namespace) -> None:
     (base,) = revisions([reference(kind)])
     seeds = [None] if kind.rows() else [None, 1, 2]  # a night begins with its noise
     rows = train_all([run_of(*base, seed) for seed in seeds], args, kind, base)
-    if rows[run_of(*base, None)]["status"] == "crash":
+    if rows[0]["status"] == "crash":
         raise PrepareError(f"the reference crashes: see python -m night show {base[0]}")
     night = Loop(args, kind)
     try:
-        with night.trainer.at_work(0):
+        with night.trainer.at_work():
             night.work()
     finally:
         night.end_agents()
         print(night.summary())
     if args.report:
-        import ray
-
-        ray.shutdown()
+        night.trainer.ray.shutdown()
         args.alone.close()
         options = [*train_options(args, None), f"--per-gpu={args.per_gpu}", f"--limit={args.limit}"]
         options += [f"--address={args.address}"] * bool(args.address)
         subprocess.run([sys.executable, "-m", "night", "report", *options], check=True)
 
 
-def branch() -> str:
-    return git("branch", "--show-current").decode().strip()
-
-
-@dataclass
-class Agent:
+class Agent(NamedTuple):
     """An agent at work on proposal n: the commit and the files that it began with, its folder, its guard."""
 
     n: int
@@ -117,11 +109,11 @@ class Agent:
 
     def idea(self) -> str:
         """The first line of its file IDEA, or else of its output."""
-        for path in (self.work / "IDEA", PROPOSALS / str(self.n) / "agent.log"):
-            for line in plain(path).decode(errors="replace").splitlines():
-                row = dict(description=harness.clean(line), status="keep")
-                if idea := Description.parse(row).subject[:100].strip():  # without a seed, which a row would add
-                    return self.name + idea
+        texts = plain(self.work / "IDEA") + b"\n" + plain(PROPOSALS / str(self.n) / "agent.log")
+        for line in texts.decode(errors="replace").splitlines():
+            row = dict(description=harness.clean(line), status="keep")
+            if idea := Description.parse(row).subject[:100].strip():  # without a seed, which a row would add
+                return self.name + idea
         return f"{self.name}no description"
 
 
@@ -135,7 +127,6 @@ class Loop:
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
-        self.numbers: dict[str, tuple[int, str]] = {}  # of proposals in training: number and base
         self.trained = self.refused = 0  # runs of this night; refusals in a row
         self.start = self.now = self.next = time.monotonic()
         self.busy = 0.0  # seconds that GPUs had a run, summed over GPUs
@@ -151,7 +142,7 @@ class Loop:
                 time.sleep(0.2)
             for run, row in self.trainer.ended():
                 self.trained += 1
-                self.settle(*self.numbers.pop(run.commit), row)
+                self.settle(*self.commits()[run.commit][:2], row)
             for agent in [agent for agent in self.agents if agent.guard.poll() is not None]:
                 self.judge(agent)
             before, self.now = self.now, time.monotonic()
@@ -159,18 +150,18 @@ class Loop:
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop has left."""
-        for n, (commit, base, subject) in self.commits().items():
+        for commit, (n, base, subject) in self.commits().items():
             rows = [row for row in self.kind.rows() if row["commit"] == commit]
             self.trained += bool(rows)
             if not re.match("keep|discard|crash", prepare.read(PROPOSALS / str(n) / "verdict.txt")):
                 self.settle(n, base, rows[-1]) if rows else self.train(n, commit, base, subject)
 
-    def commits(self) -> dict[int, tuple[str, str, str]]:
-        """Commit, base and subject of each accepted proposal, by number."""
+    def commits(self) -> dict[str, tuple[int, str, str]]:
+        """Number, base and subject of each accepted proposal, by commit."""
         form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
         options = ["--sort=version:refname", f"--format={form}", f"refs/heads/{self.branch}-loop/"]
-        lines = [line.split("\t") for line in git("for-each-ref", *options).decode().splitlines()]
-        return {int(n): (commit[:7], base[:7], subject) for n, commit, base, subject in lines}
+        lines = [line.split("\t") for line in git("for-each-ref", *options).splitlines()]
+        return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines}
 
     def over(self) -> str:
         """Why no agent is asked any more."""
@@ -199,7 +190,7 @@ class Loop:
         (name, command), text, base = next(self.turns), self.prompt(), reference(self.kind)
         work = Path(scratch_folder(), "work")
         work.mkdir()
-        archive = git("archive", base, "--", ".", ":!/results.tsv", ":!/program.md")
+        archive = git_bytes("archive", base, "--", ".", ":!/results.tsv", ":!/program.md")
         subprocess.run(["tar", "-x", "-C", work], input=archive, check=True)
         files = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
         who = "-c user.name=night -c user.email=night@localhost"
@@ -211,14 +202,16 @@ class Loop:
         words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{self.args.sandbox} {command}")]
         passed = [*ENVIRONMENT, *self.args.agent_env.split(",")]
         env = {key: os.environ[key] for key in passed if key in os.environ} | {"CUDA_VISIBLE_DEVICES": ""}
-        task = [os.getpid(), self.args.agent_limit, str(PROPOSALS / str(n) / "agent.log"), words, str(work), env]
+        log = str(PROPOSALS / str(n) / "agent.log")
+        task = dict(command=words, limit=self.args.agent_limit, parent=os.getpid(), log=log, cwd=str(work), env=env)
         with open(prompt) as stdin:
             command = [sys.executable, "-m", "night.loop", json.dumps(task)]
             guard = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
         self.agents.append(Agent(n, name, base, work, files, guard))
 
     def new_number(self) -> int:
-        n = 1 + max([0, *self.commits(), *(int(path.name) for path in PROPOSALS.glob("[0-9]*"))])
+        numbers = [n for n, *_ in self.commits().values()] + [int(path.name) for path in PROPOSALS.glob("[0-9]*")]
+        n = 1 + max(numbers, default=0)
         (PROPOSALS / str(n)).mkdir(parents=True)
         self.note(n, ENDED)
         return n
@@ -233,7 +226,7 @@ class Loop:
         return [prepare.read(path) for path in paths]
 
     def prompt(self) -> str:
-        rows, worn = pick_kind(experiments(), self.args.setting), Counter()
+        rows, worn = last_place(self.args.setting), Counter()
         for idea in ideas(rows):
             worn[idea.family] = 0 if idea.status == "keep" else worn[idea.family] + 1
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
@@ -280,27 +273,26 @@ class Loop:
             reason = f"the same train.py as {same[0]}, but for whitespace"
         if reason:
             self.note(n, f"refused: {reason}")
-            self.trainer.board.print(f"refused  proposal {n}, {idea}: {reason}")
+            print(f"refused  proposal {n}, {idea}: {reason}")
         else:
             self.train(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
         return not reason
 
     def train(self, n: int, commit: str, base: str, subject: str) -> None:
         self.note(n, f"trains as {commit}")
-        self.numbers[commit] = n, base
-        self.trainer.submit(run_of(commit, subject, None), revisions([base])[0])
+        self.trainer.submit(run_of(commit, subject), revisions([base])[0])
 
     def settle(self, n: int, base: str, row: dict) -> None:
         """What beats the reference is the next one; what beats an older one is trained again on what came since."""
         verdict, commit, now = row["status"], row["commit"], reference(self.kind)
         if verdict == "keep" and not in_history([row]):
             both = revert(read_train(now), read_train(commit), read_train(base))  # merged; None if they conflict
-            scores = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
+            others = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
             if base != now and both is not None:
                 again, idea = self.new_number(), Description.parse(row).subject[:100]
                 self.propose(again, now, both, f"{idea}, again on {now}")
                 verdict += f", and again on {now} as proposal {again}"
-            elif base == now or row["val_bpb"] < min(scores, default=0.0):
+            elif base == now or row["val_bpb"] < min(others, default=0.0):
                 self.move(row)
             else:
                 verdict += f", but it conflicts with {now}, which is better"
@@ -310,12 +302,12 @@ class Loop:
         """The night's branch goes on from a kept commit, and so does train.py here unless somebody has edited it."""
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}: check that out again, and repeat the command")
-        commit, head = row["commit"], git("rev-parse", "HEAD").decode().strip()
+        commit, head = row["commit"], git("rev-parse", "HEAD")
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit)):
             git("checkout", "-q", commit, "--", "train.py")
         else:
-            self.trainer.board.print("train.py has changes that are not committed: the branch moves, the file stays")
-        if git("merge-base", head, commit).decode().strip() == head:
+            print("train.py has changes that are not committed: the branch moves, the file stays")
+        if git("merge-base", head, commit) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed: a merge with the kept train.py
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
@@ -354,32 +346,11 @@ def squeezed(commit: str) -> bytes:
     return b""
 
 
-def guard(parent: int, limit: float, log: str, words: list[str], work: str, env: dict[str, str]) -> int:
-    """Runs an agent, the prompt on stdin, and ends all that it has started, also if the loop is killed."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    stopped, end = [], time.monotonic() + limit
-    harness.handle_signals(lambda *_: stopped.append(True))
-    if os.getppid() != parent:
-        return 1
-    options = dict(cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    agent = subprocess.Popen(words, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
-
-    def copy() -> None:
-        size = 0
-        with open(log, "wb") as file:
-            while text := agent.stdout.read1():
-                file.write(text[: max(0, LOG_BYTES - size)])
-                size += len(text)
-
-    reader = threading.Thread(target=copy)
-    reader.start()
-    while agent.poll() is None and not stopped and time.monotonic() < end:
-        time.sleep(0.05)
-    end_children()
-    reader.join()
-    return TOO_LATE if agent.returncode is None else agent.returncode & 0xFF
+def run_agent(command: list[str], limit: float, parent: int, log: str, **options) -> int:
+    """In a process of its own, with the prompt on stdin; returns the exit status."""
+    code, ended_by, _ = guard(command, limit, parent, log, **options)
+    return TOO_LATE if ended_by == signal.SIGALRM else code & 0xFF
 
 
 if __name__ == "__main__":
-    sys.exit(guard(*json.loads(sys.argv[1])))
+    sys.exit(run_agent(**json.loads(sys.argv[1])))

@@ -14,12 +14,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import harness
-import prepare
 from harness import Description
 from night.commits import commit_train, read_train
 from night.records import RUNS
-from night.rows import ROOT, Kind, git, name_of, reference
-from night.wave import Run, Trainer, decide, revisions, run_of, settled, start_ray, table
+from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions
+from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
@@ -145,15 +144,12 @@ def tune(args: argparse.Namespace) -> None:
     """Searches the constants of the reference's train.py, a trial on each free GPU; prints the best ten."""
     peak = peak_flops(args.gpu)
     if args.list:
-        kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
-        return print(*read_knobs(read_train(reference(kind)), peak, args.knobs), sep="\n")
-    try:
-        import optuna
-    except ImportError:
-        raise PrepareError("this needs Optuna: pip install -e '.[night]'") from None
+        source = read_train(reference(kind_here(args.setting)))
+        return print(*read_knobs(source, peak, args.knobs), sep="\n")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kind = start_ray(args)
-    Tuner(args, kind, peak).search()
+    Tuner(args, start_ray(args), peak).search()
 
 
 def peak_flops(gpu: str | None) -> float:
@@ -172,7 +168,7 @@ class Tuner:
 
         self.args, self.kind, self.peak = args, kind, peak
         self.states, self.trainer, self.waiting = optuna.trial.TrialState, Trainer(args, kind), defaultdict(list)
-        self.branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+        self.branch = branch() or "HEAD"
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
         name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(sorted(args.knobs))])
@@ -186,7 +182,7 @@ class Tuner:
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
         trainer = self.trainer
-        with trainer.at_work(0):
+        with trainer.at_work():
             while True:
                 while len(trainer.pending) < trainer.slots and (trial := self.next_trial()):
                     self.start(trial)
@@ -225,14 +221,14 @@ class Tuner:
         for knob in read_knobs(source, self.peak, self.args.knobs):
             value = knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log))
             values |= {knob: value} if value != knob.value else {}
-        run = run_of(*base, None)
+        run = run_of(*base)
         if values:
             most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
             text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
             subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
             text = edit(source, values)
             ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
-            run = run_of(commit_train(base[0], text, subject, ref), subject, None)
+            run = run_of(commit_train(base[0], text, subject, ref), subject)
         trial.set_user_attr("commit", run.commit)
         rows = [row for row in self.kind.rows() if name_of(row) == run[:2] and settled(row, self.kind, base[0])]
         if rows:
@@ -253,6 +249,6 @@ class Tuner:
         rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
         best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
         best += [row for row in rows.values() if row["commit"] == self.base and row not in best]
-        print(f"\n{table({Run(*name_of(row), None): row for row in best}, self.base)}")
+        print(f"\n{table(best, self.base)}")
         if best and best[0]["commit"] != self.base:
             print("The best of many is partly lucky: before you keep it, train it with other seeds (docs/tune.md)")

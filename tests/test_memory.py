@@ -146,7 +146,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
     harness.log_result(val_bpb=1.31, description="base, seed 1", **row)
     for name, val_bpb, old, new in (
-        ("higher", 1.32, "0.1", "0.2"),
+        ("higher, seed 42", 1.32, "0.1", "0.2"),
         ("lower", 1.22, "0.1", "0.05"),
         ("wide", 1.29, "width = 2", "width = 9"),
         ("both", 0.0, "DEPTH = 3", "DEPTH = 4"),
