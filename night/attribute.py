@@ -4,7 +4,6 @@ Each run says something about every change, so that 32 runs know the effect of e
 deviations of a seed, where leaving out one at a time would take 270. docs/keep_rules.md has the simulation behind it.
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
-from night.rows import Kind, branch, git, good, grouped, revisions, scores, seed_noise
-from night.wave import run_of, train_all
+from night.rows import branch, git, good, grouped, revisions, scores, seed_noise
+from night.wave import Trainer, run_of
 from prepare import PrepareError
 
 LEVEL = 0.1  # at most so many of the changes called real are not, by Benjamini and Hochberg's correction
@@ -61,13 +60,14 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
-        plan = np.zeros((len(halves(len(chosen))), len(changes)), bool)
-        plan[:, chosen] = halves(len(chosen)) ^ bool(again)  # the other half: both rounds together have resolution IV
+        half = halves(len(chosen)) ^ bool(again)  # in round 2 the other half: together they have resolution IV
+        plan = np.zeros((len(half), len(changes)), bool)
+        plan[:, chosen] = half
         done, new = measure(plan, len(scores))
         left_out, scores = np.concatenate([left_out, done]), np.concatenate([scores, new])
         judge(changes, left_out, scores, sd, freedom)
     for change in changes:
-        change.verdict = "no evidence" if change.verdict == "open" else change.verdict
+        change.verdict = change.verdict.replace("open", "no evidence")
 
 
 def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
@@ -97,7 +97,7 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
         changes[i].verdict = "real" if helps else "harmful" if harms else "open" if val > 0 else "no evidence"
 
 
-def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
+def attribute(kept: list[dict], trainer: Trainer) -> str:
     """Trains what it needs, in several waves; returns the table, and what pruning has given.
 
     kept: rows of the kept commits, the first of which is the baseline.
@@ -111,7 +111,7 @@ def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
     def train(runs: list[tuple[str, int]]) -> np.ndarray:
         """(runs, 2), val_bpb and test's of commits with seeds; NaN where a run has crashed."""
         subjects = dict(revisions([commit for commit, _ in runs]))
-        rows = train_all([run_of(commit, subjects[commit], seed) for commit, seed in runs], args, kind)
+        rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
         found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
         return np.array(found, float)
 

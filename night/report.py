@@ -9,7 +9,7 @@ from harness import Description, Label
 from night.attribute import attribute
 from night.plot import plot
 from night.rows import arm, experiments, good, grouped, in_history, scores
-from night.wave import run_of, start_ray, train_all
+from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
 STANDS = "What the night found stands."
@@ -40,12 +40,12 @@ def report(args: argparse.Namespace) -> None:
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
         text = "Fewer than two revisions were kept on this branch: there is no gain to report."
     else:
-        kind = kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False)
+        trainer = Trainer(args, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
-        text = gains(kept[0], kept[-1], train_all(runs, args, kind))
+        text = gains(kept[0], kept[-1], trainer.train(runs))
         if args.attribute:
-            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, args, kind)}"
+            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, trainer)}"
     print(f"\n{text}")
     harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n{pictures}\n", "utf-8")
     plot()

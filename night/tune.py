@@ -76,9 +76,9 @@ def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[
                 sizes = dict(zip(fields.get(name, ()), args, strict=False))
                 sizes |= {word.arg: word.value for word in keywords}
     lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items()}
-    knobs = [make_knob(name, node, lines, {}) for name, node in nodes.items() if node]
-    knobs += [make_knob(name, node, lines, values) for name, node in sizes.items()]
-    found = {knob.name: knob for knob in knobs if knob}
+    named = {name: (node, {}) for name, node in nodes.items() if node}
+    named |= {name: (node, values) for name, node in sizes.items()}
+    found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
     wanted = names or [name for name in found if name in SIZES or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
@@ -93,7 +93,7 @@ def number(node: ast.expr) -> float | None:
             return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def make_knob(name: str, node: ast.expr, lines: list[bytes], sizes: dict) -> Knob | None:
+def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
     """None unless it is a positive number. Its range is that of a comment `# [low, high]`, or else by kind."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or value < 0 or node.lineno != node.end_lineno:
@@ -142,7 +142,9 @@ def edit(source: bytes, values: dict[Knob, float]) -> bytes:
 # ----------------------------------------------------------------------------------------------------------- the search
 def tune(args: argparse.Namespace) -> None:
     """Searches the constants of the reference's train.py, a trial on each free GPU; prints the best ten."""
-    peak = peak_flops(args.gpu)
+    # A process of its own asks, so that this one takes no memory of a GPU
+    ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
+    peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
     if args.list:
         source = read_train(reference(kind_here(args.setting)))
         return print(*read_knobs(source, peak, args.knobs), sep="\n")
@@ -152,22 +154,14 @@ def tune(args: argparse.Namespace) -> None:
     Tuner(args, start_ray(args), peak).search()
 
 
-def peak_flops(gpu: str | None) -> float:
-    """Of the GPU whose size runs take. A process of its own asks, so that this one takes no memory of a GPU."""
-    if gpu:
-        return harness.named_gpu(gpu).peak_flops
-    code = "import harness; print(harness.this_gpu().peak_flops)"
-    return float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
-
-
-class Tuner:
+class Tuner(Trainer):
     """A study in runs/tune.db, with a trial for each commit. Killed and started again, it goes on."""
 
     def __init__(self, args: argparse.Namespace, kind: Kind, peak: float):
         import optuna
 
-        self.args, self.kind, self.peak = args, kind, peak
-        self.states, self.trainer, self.waiting = optuna.trial.TrialState, Trainer(args, kind), defaultdict(list)
+        super().__init__(args, kind)
+        self.peak, self.states, self.waiting = peak, optuna.trial.TrialState, defaultdict(list)
         self.branch = branch() or "HEAD"
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
@@ -181,14 +175,13 @@ class Tuner:
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
-        trainer = self.trainer
-        with trainer.at_work():
+        with self.at_work():
             while True:
-                while len(trainer.pending) < trainer.slots and (trial := self.next_trial()):
+                while len(self.pending) < self.slots and (trial := self.next_trial()):
                     self.start(trial)
-                if not trainer.pending:
+                if not self.pending:
                     break
-                for run, row in trainer.ended():
+                for run, row in self.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
                     edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
@@ -234,8 +227,8 @@ class Tuner:
         if rows:
             return self.tell(trial, rows[-1])
         self.waiting[run].append(trial)
-        if run not in self.trainer.runs():
-            self.trainer.submit(run, base)
+        if run not in self.runs():
+            self.submit(run, base)
 
     def tell(self, trial, row: dict) -> None:
         if row["status"] == "crash":

@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import functools
 import json
 import math
 import os
@@ -51,10 +52,10 @@ class Run(NamedTuple):
 
 def wave(args: argparse.Namespace) -> None:
     """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
-    ideas, kind = revisions(args.revisions), start_ray(args)
-    (base,) = revisions([reference(kind)])
+    ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
+    (base,) = revisions([reference(trainer.kind)])
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
-    print(f"\n{table(train_all(runs, args, kind, base), base[0])}")
+    print(f"\n{table(trainer.train(runs, base), base[0])}")
 
 
 def run_of(commit: str, subject: str, seed: int | None = None) -> Run:
@@ -112,28 +113,6 @@ def start_ray(args: argparse.Namespace) -> Kind:
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
 
 
-def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> list[dict]:
-    """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
-
-    base: commit and subject of the reference. If interrupted, this ends all runs and this process.
-    """
-    done = set() if args.again else {name_of(row) for row in kind.rows() if settled(row, kind, base[0])}
-    runs = list(dict.fromkeys(runs))
-    todo = [run for run in runs if run[:2] not in done]
-    print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    trainer = Trainer(args, kind)
-    with trainer.at_work(len(todo)):
-        for run in todo:
-            trainer.submit(run, base)
-        while trainer.pending:
-            for run, row in trainer.ended():
-                if run.commit == base[0]:
-                    ended = set(runs) - {run, *trainer.runs()}
-                    decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
-    last = {name_of(row): row for row in kind.rows()}
-    return [last[run[:2]] for run in runs if run[:2] in last]
-
-
 def settled(row: dict, kind: Kind, base: str) -> bool:
     """Whether the row's run need not be repeated: a crash is a result, but not for the reference."""
     if row["status"] == "crash":
@@ -142,7 +121,7 @@ def settled(row: dict, kind: Kind, base: str) -> bool:
 
 
 class Trainer:
-    """The runs that Ray has: `submit` hands it one, `ended` yields the rows of those that have ended.
+    """Has Ray train: `submit` hands it a run, `ended` yields the rows of those that have ended, `train` does both.
 
     slots: how many it trains at once; it queues others.
     """
@@ -151,7 +130,8 @@ class Trainer:
         import ray
 
         self.ray, self.args, self.kind = ray, args, kind
-        self.pending, self.records, self.archives, self.stopped = {}, {}, {}, []
+        self.pending, self.records, self.stopped = {}, {}, []
+        self.archive = functools.lru_cache(8)(lambda commit: ray.put(git_bytes("archive", commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
         files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
@@ -177,14 +157,33 @@ class Trainer:
     def runs(self) -> list[Run]:
         return [run for run, _ in self.pending.values()]
 
+    def train(self, runs: list[Run], base=("", "")) -> list[dict]:
+        """Trains those that have no row of this kind; returns the last row of each.
+
+        base: commit and subject of the reference. If interrupted, this ends all runs and this process.
+        """
+        rows = [row for row in self.kind.rows() if settled(row, self.kind, base[0])]
+        done = set() if self.args.again else {name_of(row) for row in rows}
+        runs = list(dict.fromkeys(runs))
+        todo = [run for run in runs if run[:2] not in done]
+        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
+        with self.at_work(len(todo)):
+            for run in todo:
+                self.submit(run, base)
+            while self.pending:
+                for run, row in self.ended():
+                    if run.commit == base[0]:
+                        ended = set(runs) - {run, *self.runs()}
+                        decide({other[:2] for other in ended if other.seed == run.seed}, row, self.kind)
+        last = {name_of(row): row for row in self.kind.rows()}
+        return [last[run[:2]] for run in runs if run[:2] in last]
+
     def submit(self, run: Run, base: tuple[str, str]) -> None:
         """base: commit and subject of the revision that it has to beat."""
-        if run.commit not in self.archives:
-            self.archives[run.commit] = self.ray.put(git_bytes("archive", run.commit))
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        stream = self.task.remote(self.archives[run.commit], self.files, command, record, args.folder)
+        stream = self.task.remote(self.archive(run.commit), self.files, command, record, args.folder)
         self.pending[stream] = run, base
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
@@ -204,8 +203,6 @@ class Trainer:
             else:
                 del self.pending[stream]
                 self.records.pop(run, None)
-                if run.commit not in [other.commit for other in self.runs()]:
-                    del self.archives[run.commit]  # Ray's memory of a long night
                 row, text = log_row(run, self.kind, base, *event)
                 print(text)
                 yield run, row

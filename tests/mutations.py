@@ -738,6 +738,7 @@ SECTIONS = [
         ("Description(subject, args.seed)", "Description(subject)"),
         ("        signal.setitimer(signal.ITIMER_REAL, PATIENCE)\n", ""),
         ("PATIENCE = 10", "PATIENCE = 100"),
+        ("[*signals, 0][0]", "[0, *signals][-1]"),
         ("signal.SIGKILL if number == signal.SIGALRM else number", "number"),
         ("if os.getppid() != parent:", "if True:"),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
@@ -805,7 +806,7 @@ SECTIONS = [
         ("._replace(report=kind.report)", ""),
         ("to_beat=to_beat, test_bpb=test_bpb, reason", "to_beat=to_beat, reason"),
         ("                if run.commit == base[0]:\n", "                if True:\n"),
-        ("ended = set(runs) - {run, *trainer.runs()}", "ended = set(todo) - {run, *trainer.runs()}"),
+        ("ended = set(runs) - {run, *self.runs()}", "ended = set(todo) - {run, *self.runs()}"),
         ("for other in ended if other.seed == run.seed}", "for other in ended}"),
         ('return row["commit"] != base', "return True"),
         ("int(min(usable, total) * assigned / total + 1e-3)", "int(total)"),
@@ -828,7 +829,7 @@ SECTIONS = [
         ("    signal.signal(signal.SIGINT, signal.default_int_handler)\n", ""),
         ("        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)", "        #"),
         ("_temp_dir=args.folder, ", ""),
-        ("set() if args.again else {", "set() if True else {"),
+        ("set() if self.args.again else {", "set() if True else {"),
         ("run[:2] not in done", "run not in done"),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "knobs or edit or refused"], [
@@ -856,7 +857,7 @@ SECTIONS = [
         ("        if x == self.value:\n            return x\n", ""),
         ("return self.left.pop(0) if self.left else None", "return None"),
         ("            return self.tell(trial, rows[-1])\n", "            pass\n"),
-        ("        if run not in self.trainer.runs():\n", "        if True:\n"),
+        ("        if run not in self.runs():\n", "        if True:\n"),
         ("            self.base = reference(self.kind)\n", "            pass\n"),
         ('self.study.tell(trial, state=self.states.FAIL)', 'self.study.tell(trial, 9.0)'),
         ("{knob: value} if value != knob.value else {}", "{knob: value}"),
@@ -875,10 +876,10 @@ SECTIONS = [
         (""".replace("```", "'''")""", ""),
         (' | {"CUDA_VISIBLE_DEVICES": ""}', ""),
         ('if not re.match("keep|discard|crash", ', "if True or ("),
-        ("self.settle(n, base, rows[-1]) if rows else self.train(", "self.train("),
+        ("self.settle(n, base, rows[-1]) if rows else self.accept(", "self.accept("),
         ("self.trained += bool(rows)", "self.trained += 0"),
         ('            git("checkout", "-q", commit, "--", "train.py")', "            pass"),
-        ("[None] if kind.rows() else [None, 1, 2]", "[None]"),
+        ("[None] if night.kind.rows() else [None, 1, 2]", "[None]"),
         (".subject[:100].strip()", ".subject[:101].strip()"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "same_line or turns or with_a_reason"], [
@@ -886,7 +887,6 @@ SECTIONS = [
         ('base == now or row["val_bpb"] < min(others, default=0.0)', "True"),
         ('git("merge-base", head, commit) == head', 'git("merge-base", head, commit)'),
         ("REFUSED = 5", "REFUSED = 9"),
-        ("ended_by == signal.SIGALRM", "ended_by"),
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
         ("    end_children()\n    reader.join()", "    reader.join()"),
@@ -895,7 +895,6 @@ SECTIONS = [
         ("text[: max(0, LOG_BYTES - size)]", "text"),
         ("if echo and size > LOG_BYTES else", "if size > LOG_BYTES else"),
         ("signal.setitimer(signal.ITIMER_REAL, limit)", "pass"),
-        ("[*signals, 0][0]", "[0, *signals][-1]"),
     ]),
     ("The report", "night/wave.py", ["test_report.py", "-k", "interrupted or without_a_test"], [
         ("not kind.report or Description.parse(row).test_bpb is not None", "True"),
@@ -918,7 +917,7 @@ SECTIONS = [
         ("after.loss - before.loss > JUMP", "before.loss - after.loss > JUMP"),
         ("after.step / points[-1].step", "after.step"),
     ]),
-    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or 133 or leave_records"], [
+    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or leave_records"], [
         ("if self.values and self.values.keys() == self.places.keys()", "if self.values"),
         ("self.places.most_common(1)", "self.places.most_common()[::-1]"),
         ("bpb - before[seed] for", "before[seed] - bpb for"),
@@ -927,7 +926,7 @@ SECTIONS = [
         ("fewest < 0.9 * usual", "fewest < 0.8 * usual"),
         ('(line[0] == "+"), idea.lines[1]', '(line[0] == "-"), idea.lines[1]'),
     ]),
-    ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or 133 or leave_records"], [
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or leave_records"], [
         ("< -noise(sd, len(best.changes))", "< 0"),
         ("abs(idea.change) < noise(sd, len(idea.changes))", "abs(idea.change) < sd"),
         ('if idea.status != "crash"], lambda', "], lambda"),
