@@ -218,15 +218,15 @@ class Loop(Trainer):
 
     def verdicts(self) -> list[str]:
         """Of all proposals, the last one at the end."""
-        return [prepare.read(folder(n) / "verdict.txt") for n in numbers()]
+        return [text for n in numbers() if (text := prepare.read(folder(n) / "verdict.txt"))]
 
     def prompt(self) -> str:
-        rows, worn = last_place(self.args.setting), Counter()
+        rows, since = last_place(self.args.setting), Counter()  # ideas of a family since its last gain
         for idea in ideas(rows):
-            worn[idea.family] = 0 if idea.status == "keep" else worn[idea.family] + 1
+            since[idea.family] = 0 if idea.status == "keep" else since[idea.family] + 1
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
         now = [f"- {run.description}" for run in self.runs()] + [f"- {agent.idea()}" for agent in self.agents]
-        worn = [f"- {name}: {n}" for name, n in worn.most_common() if n >= WORN]
+        worn = [f"- {name}: {n}" for name, n in since.most_common() if n >= WORN]
         parts = dict(memory=[about_night(rows)], worn=worn, now=now, refused=refused[-REFUSED:])
         rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
         return PROMPT.format(
@@ -351,11 +351,6 @@ def squeezed(commit: str) -> bytes:
     return b""
 
 
-def run_agent(command: list[str], limit: float, parent: int, log: str, **options) -> int:
-    """In a process of its own, with the prompt on stdin; returns the exit status."""
-    code, ended_by, _ = guard(command, limit, parent, log, **options)
-    return TOO_LATE if ended_by else code & 0xFF
-
-
-if __name__ == "__main__":
-    sys.exit(run_agent(**json.loads(sys.argv[1])))
+if __name__ == "__main__":  # guards an agent, with the prompt on stdin
+    code, ended_by, _ = guard(**json.loads(sys.argv[1]))
+    sys.exit(TOO_LATE if ended_by else code & 0xFF)

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from collections import Counter
 
 from harness import Label
 from night import records
@@ -38,7 +39,7 @@ def about_night(rows: list[dict]) -> str:
     found, (sd, _) = ideas(rows), seed_noise(rows[0])
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
     reference = next(idea for idea in found if idea.commit == kept[-1]["commit"])
-    count = {status: sum(row["status"] == status for row in rows) for status in ("keep", "crash")}
+    count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
