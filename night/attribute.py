@@ -4,7 +4,6 @@ Each run says something about every change, so that 32 runs know the effect of e
 deviations of a seed, where leaving out one at a time would take 270. docs/keep_rules.md has the simulation behind it.
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
-from night.rows import Kind, git, good, seed_noise
-from night.wave import run_of, train_all
+from night.rows import branch, git, good, grouped, revisions, scores, seed_noise
+from night.wave import Trainer, run_of
 from prepare import PrepareError
 
 LEVEL = 0.1  # at most so many of the changes called real are not, by Benjamini and Hochberg's correction
@@ -61,13 +60,14 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
-        plan = np.zeros((len(halves(len(chosen))), len(changes)), bool)
-        plan[:, chosen] = halves(len(chosen)) ^ bool(again)  # the other half: both rounds together have resolution IV
+        half = halves(len(chosen)) ^ bool(again)  # in round 2 the other half: together they have resolution IV
+        plan = np.zeros((len(half), len(changes)), bool)
+        plan[:, chosen] = half
         done, new = measure(plan, len(scores))
         left_out, scores = np.concatenate([left_out, done]), np.concatenate([scores, new])
         judge(changes, left_out, scores, sd, freedom)
     for change in changes:
-        change.verdict = "no evidence" if change.verdict == "open" else change.verdict
+        change.verdict = change.verdict.replace("open", "no evidence")
 
 
 def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
@@ -97,34 +97,39 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
         changes[i].verdict = "real" if helps else "harmful" if harms else "open" if val > 0 else "no evidence"
 
 
-def attribute(kept: list[dict], args: argparse.Namespace, kind: Kind) -> str:
+def attribute(kept: list[dict], trainer: Trainer) -> str:
     """Trains what it needs, in several waves; returns the table, and what pruning has given.
 
     kept: rows of the kept commits, the first of which is the baseline.
     """
-    kept = [row for i, row in enumerate(kept) if row["commit"] not in [other["commit"] for other in kept[:i]]]
+    kept = [rows[0] for rows in grouped(kept, lambda row: row["commit"]).values()]
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
-    branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+    night = branch() or "HEAD"
     sizes = [file.count(b"\n") for file in files]
     changes = [Change(Description.parse(row).subject, sizes[i] - sizes[i - 1]) for i, row in enumerate(kept) if i]
-    sd, freedom = seed_noise(kept[-1]["gpu"], kept[-1]["dataset"])
+
+    def train(runs: list[tuple[str, int]]) -> np.ndarray:
+        """(runs, 2), val_bpb and test's of commits with seeds; NaN where a run has crashed."""
+        subjects = dict(revisions([commit for commit, _ in runs]))
+        rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
+        found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
+        return np.array(found, float)
 
     def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
         for row, wanted in enumerate(plan):
             dropped = possible(files, [int(i) + 1 for i in np.flatnonzero(wanted)])
             done[row, [i - 1 for i in dropped]] = True
-            runs.append((build(files, dropped, full, f"{branch}-without/{first + row}"), 1001 + first + row))
-        rows = train(runs, args, kind)
-        return done, np.array([score(rows, *run) for run in runs])
+            runs.append((build(files, dropped, full, f"{night}-without/{first + row}"), 1001 + first + row))
+        return done, train(runs)
 
-    decide(changes, measure, sd, freedom)
+    decide(changes, measure, *seed_noise(kept[-1]))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
         lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
-    return "\n".join([*lines, "", prune(files, full, changes, branch, args, kind)])
+    return "\n".join([*lines, "", prune(files, kept[-1], changes, f"{night}-pruned", train)])
 
 
 def possible(files: list[bytes], wanted: list[int]) -> set[int]:
@@ -144,42 +149,27 @@ def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
     return commit_train(full, without(files, dropped), f"{full} without changes {names}", ref) if dropped else full
 
 
-def train(runs: list[tuple[str, int]], args: argparse.Namespace, kind: Kind) -> list[dict]:
-    """The rows of commits with seeds; those that are there already are not repeated."""
-    subjects = {commit: git("log", "-1", "--format=%s", commit).decode(errors="replace").strip() for commit, _ in runs}
-    return list(train_all([run_of(commit, subjects[commit], seed) for commit, seed in runs], args, kind).values())
-
-
-def score(rows: list[dict], commit: str, seed: int) -> tuple[float, float]:
-    """val_bpb, and that of test; NaN if that run has crashed."""
-    for row in good(rows, commit):
-        part = Description.parse(row)
-        if part.seed == seed:
-            return row["val_bpb"], math.nan if part.test_bpb is None else part.test_bpb
-    return math.nan, math.nan
-
-
-def prune(files, full: str, changes: list[Change], branch: str, args: argparse.Namespace, kind: Kind) -> str:
+def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train: Callable) -> str:
     """Checks the file without what is not shown to help and, if that is worse, without what does harm; the first that
-    is no worse becomes the branch <night>-pruned."""
-    count = Counter(change.verdict for change in changes)
+    is no worse becomes the branch `ref`. last: the row of the last kept commit."""
+    count, full = Counter(change.verdict for change in changes), last["commit"]
     text = f"Of {len(changes)} kept changes {count['real'] + count['needed']} are real, {count['no evidence']} show "
     text += f"nothing, {count['harmful']} do harm"
-    sd, _ = seed_noise(f"{kind.gpus[0]}{kind.setting}", kind.dataset)
+    margin = MARGIN * seed_noise(last)[0]
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
         dropped = {i for i in possible(files, idle) if i in idle}
         if not dropped or (pruned := without(files, dropped)) is None:
             continue
-        ref, seeds = f"{branch}-pruned", range(2001, 2001 + CHECKS)
-        commit = build(files, dropped, full, ref)
-        rows = train([(name, seed) for seed in seeds for name in (full, commit)], args, kind)
-        (worse, _) = np.mean([np.subtract(score(rows, commit, s), score(rows, full, s)) for s in seeds], axis=0)
-        if worse <= MARGIN * sd:
+        commits = full, build(files, dropped, full, ref)
+        found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
+        worse = (found[1::2, 0] - found[::2, 0]).mean()
+        numbers = f"({worse:+.4f}, margin {margin:.4f})"
+        if worse <= margin:
             size = files[-1].count(b"\n") - pruned.count(b"\n")
             shorter = f"{size} lines shorter" if size > 0 else "no shorter"
-            return f"{text}; without {len(dropped)} of them the file is {shorter} and scores the same ({worse:+.4f}, " \
-                   f"margin {MARGIN * sd:.4f}). It is the branch {ref}."  # fmt: skip
+            text += f"; without {len(dropped)} of them the file is {shorter} and scores the same {numbers}"
+            return f"{text}. It is the branch {ref}."
         git("branch", "-q", "-D", ref)
-        text += f". Without {len(dropped)} of them it is worse ({worse:+.4f}, margin {MARGIN * sd:.4f})"
+        text += f". Without {len(dropped)} of them it is worse {numbers}"
     return f"{text}. Nothing is pruned."

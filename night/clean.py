@@ -20,26 +20,21 @@ def scratch_folder() -> str:
 
 def clean(args: argparse.Namespace) -> None:
     """Lists the records of commits that were not kept, and folders of processes that have ended; deletes on --yes."""
-    rows = experiments()
-    kept = {row["commit"] for row in rows if row["status"] == "keep"} | {row["commit"] for row in rows[:1]}
+    kept = {row["commit"] for i, row in enumerate(experiments()) if row["status"] == "keep" or not i}
     at_work = records.running()
     folders = [path for path in sorted(records.RUNS.glob("*-*/")) if path.name.split("-")[0] not in kept]
     folders = [path for path in folders if path not in at_work] + abandoned()
-    total = 0
-    for folder in folders:
-        size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
-        total += size
+    sizes = [sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) for folder in folders]
+    for folder, size in zip(folders, sizes, strict=True):
         print(f"{size / 1e6:10.3f} MB  {folder}")
         if args.yes:
             shutil.rmtree(folder, ignore_errors=True)
-    print(f"{total / 1e6:10.3f} MB in {len(folders)} folders" + (": deleted" if args.yes else "; --yes deletes them"))
+    done = ": deleted" if args.yes else "; --yes deletes them"
+    print(f"{sum(sizes) / 1e6:10.3f} MB in {len(folders)} folders{done}")
 
 
 def abandoned() -> list[Path]:
     """Temporary folders of this user whose process has ended: checkouts, and Ray's sessions in them."""
-    found = []
-    for path in Path("/tmp").glob(f"{SCRATCH}*-*/"):
-        owner = re.match(rf"{SCRATCH}(\d+)-", path.name)
-        if owner and path.owner() == Path("/proc/self").owner() and not Path("/proc", owner[1]).exists():
-            found.append(path)
-    return sorted(found)
+    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.owner() == Path("/proc/self").owner()]
+    owners = {path: re.match(rf"{SCRATCH}(\d+)-", path.name) for path in sorted(found)}
+    return [path for path, owner in owners.items() if owner and not Path("/proc", owner[1]).exists()]

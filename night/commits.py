@@ -3,8 +3,9 @@
 import os
 import subprocess
 import tempfile
+from functools import partial
 
-from night.rows import ROOT, git
+from night.rows import git, git_bytes
 
 
 def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str) -> str:
@@ -12,23 +13,21 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str)
 
     It has the date of its parent, so the same text makes the same commit again.
     """
-    date = git("show", "-s", "--format=%cI", parent).decode().strip()
+    date = git("show", "-s", "--format=%cI", parent)
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"GIT_INDEX_FILE": f"{folder}/index", "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
-
-        def run(*args: str, content: bytes | None = None) -> str:
-            return subprocess.check_output(["git", *args], input=content, cwd=ROOT, env=env).decode().strip()
-
-        blob = run("hash-object", "-w", "--stdin", content=text)
-        run("read-tree", parent)
-        run("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
-        commit = run("commit-tree", run("write-tree"), *(f"-p{one}" for one in (parent, *merged)), "-m", subject)
-        run("update-ref", f"refs/heads/{ref}", commit)
+        env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
+        beside = partial(git, env=os.environ | env)
+        blob = beside("hash-object", "-w", "--stdin", input=text)
+        beside("read-tree", parent)
+        beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
+        parents = [f"-p{one}" for one in (parent, *merged)]
+        commit = beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
+        beside("update-ref", f"refs/heads/{ref}", commit)
     return commit[:7]
 
 
 def read_train(revision: str) -> bytes:
-    return git("show", f"{revision}:train.py")
+    return git_bytes("show", f"{revision}:train.py")
 
 
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:

@@ -4,12 +4,12 @@ import math
 import re
 import statistics
 import subprocess
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
-from harness import SEED, Description
-from night import records
-from night.rows import ROOT
+from harness import Description
+from night.records import curve_of, jump
+from night.rows import ROOT, git, grouped, scores
 
 
 @dataclass
@@ -17,31 +17,24 @@ class Idea:
     """A commit and its rows of one kind. Losses and differences are in bits per byte; below 0 is a gain."""
 
     commit: str
-    subject: str
     rows: list[dict]
     places: Counter = field(default_factory=Counter)  # constants, classes and functions: changed lines
     values: dict[str, tuple[str, str]] = field(default_factory=dict)  # constants: old and new value
     lines: tuple[int, int] = (0, 0)  # added, removed
     diff: str = ""
-    change: float | None = None  # of val_bpb, to the train.py that it has edited
-    pairs: int = 1  # of runs with the same seed that it is the mean of
-    error: float | None = None  # its standard error, if they are several
+    changes: list[float] = field(default_factory=list)  # of val_bpb, to the train.py that it has edited, by seed
 
-    @property
-    def scores(self) -> dict:
-        """val_bpb by seed."""
-        done = [(Description.parse(row).seed, row["val_bpb"]) for row in self.rows if row["status"] != "crash"]
-        return {SEED if seed is None else seed: bpb for seed, bpb in done}
-
-    @property
-    def score(self) -> float:
-        """The mean of its scores; 0.0 if all runs crashed."""
-        return statistics.mean(self.scores.values()) if self.scores else 0.0
-
-    @property
-    def status(self) -> str:
+    def __post_init__(self):
+        self.subject = Description.parse(self.rows[0]).subject
+        self.reason = Description.parse(self.rows[-1]).reason  # of a crash
+        self.scores = scores(self.rows)
+        self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         found = {row["status"] for row in self.rows}
-        return next(status for status in ("keep", "discard", "crash") if status in found)
+        self.status = next(status for status in ("keep", "discard", "crash") if status in found)
+
+    @property
+    def change(self) -> float | None:
+        return statistics.mean(self.changes) if self.changes else None
 
     @property
     def family(self) -> str:
@@ -50,40 +43,24 @@ class Idea:
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""
 
-    @property
-    def reason(self) -> str:
-        """Of a crash."""
-        return Description.parse(self.rows[-1]).reason
-
 
 def ideas(rows: list[dict]) -> list[Idea]:
     """Those of rows of one kind, in the order of their first rows."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["commit"]].append(row)
-    found = [Idea(commit, Description.parse(group[0]).subject, group) for commit, group in groups.items()]
+    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
-    before: list[Idea] = []
-    for idea in found:
+    for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
-        if own == parent or not idea.scores:
-            edited = []
-        elif not edited:  # of a train.py without a row: the kept one before it
-            edited = [other for other in before if other.status == "keep"][-1:]
-        compare(idea, {seed: bpb for other in edited for seed, bpb in other.scores.items()})
-        before.append(idea)
+        if own == parent:
+            continue
+        if not edited:  # a train.py without a row: the kept one before it
+            edited = [other for other in found[:i] if other.status == "keep"][-1:]
+        before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
+        idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
+        if not idea.changes and idea.scores and before:
+            idea.changes = [idea.score - statistics.mean(before.values())]
     return found
-
-
-def compare(idea: Idea, other: dict) -> None:
-    """Sets its change: with the same seeds if there are some, else of the means."""
-    if pairs := [bpb - other[seed] for seed, bpb in idea.scores.items() if seed in other]:
-        idea.change, idea.pairs = statistics.mean(pairs), len(pairs)
-        idea.error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-    elif other and idea.scores:
-        idea.change = statistics.mean(idea.scores.values()) - statistics.mean(other.values())
 
 
 def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
@@ -97,20 +74,19 @@ def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
 
 def read_diffs(found: list[Idea]) -> None:
     """Sets what each has changed in train.py, compared with its first parent."""
-    options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
-    commits = [idea.commit for idea in found]
-    if not commits:
+    if not found:
         return
-    out = subprocess.check_output(["git", "log", *options, *commits, "--", "train.py"], cwd=ROOT)
-    patches = dict(part.partition("\n")[::2] for part in out.decode(errors="replace").split("\0")[1:])
+    options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
+    log = git("log", *options, *(idea.commit for idea in found), "--", "train.py")
+    patches = dict(part.partition("\n")[::2] for part in log.split("\0")[1:])
     for idea in found:
-        read_diff(idea, patches.get(idea.commit, ""))
+        _, at, rest = patches.get(idea.commit, "").partition("\n@@")
+        idea.diff = (at + rest).strip()
+        read_diff(idea)
 
 
-def read_diff(idea: Idea, patch: str) -> None:
+def read_diff(idea: Idea) -> None:
     place, old, new = "", {}, {}
-    _, at, rest = patch.partition("\n@@")
-    idea.diff = (at + rest).strip()
     for line in idea.diff.splitlines():
         if line.startswith("@@"):
             place = re.sub(r"^(class|def) |[:(= ].*", "", line.split("@@", 2)[2].strip())
@@ -126,16 +102,15 @@ def read_diff(idea: Idea, patch: str) -> None:
 
 def noise(sd: float, pairs: int = 1) -> float:
     """Two standard errors of a difference of so many pairs of runs, by the standard deviation of a seed."""
-    return 2 * sd * math.sqrt(2 / pairs)
+    return 2 * sd * math.sqrt(2 / max(1, pairs))
 
 
 def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     """What makes its runs unlike others of their kind."""
-    found, usual = [], statistics.median([row["tokens_M"] for row in rows if row["status"] != "crash"] or [0])
-    tokens = [row["tokens_M"] for row in idea.rows if row["status"] != "crash"]
-    if tokens and min(tokens) < 0.9 * usual:
-        found.append(f"only {min(tokens) / usual:.0%} of the usual tokens")
-    for folder in [folder for row in idea.rows for folder in records.folders(row)[:1]]:
-        if where := records.jump(records.curve(folder)):
-            found.append(f"its loss jumps at {where:.0%}")
-    return found
+    usual = statistics.median([row["tokens_M"] for row in rows if row["status"] != "crash"] or [0])
+    fewest = min([row["tokens_M"] for row in idea.rows if row["status"] != "crash"], default=usual)
+    found = []
+    if fewest < 0.9 * usual:
+        found.append(f"only {fewest / usual:.0%} of the usual tokens")
+    jumps = [jump(curve_of(row)) for row in idea.rows]
+    return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]

@@ -10,8 +10,10 @@ from night.records import budget, curve, running
 class Board:
     """Lines about runs at work: rewritten in place on a terminal, elsewhere printed every minute."""
 
-    def __init__(self, total: int):
-        self.total, self.start, self.shown, self.live = total, time.monotonic(), time.monotonic(), None
+    def __init__(self, total: int = 0):
+        """total: of a wave's runs."""
+        self.total, self.live = total, None
+        self.start = self.shown = time.monotonic()
 
     def __enter__(self):
         if sys.stdout.isatty():
@@ -24,19 +26,18 @@ class Board:
         if self.live:
             self.live.__exit__(*error)
 
-    def print(self, text: str) -> None:
-        """Above the lines, for good."""
-        print(text, flush=True)  # Live redirects it
-
-    def update(self, records: list[Path], pending: int) -> None:
-        """records: of the runs at work; pending: runs that have not ended, these included."""
+    def update(self, records: list[Path], pending: int = 0) -> None:
+        """records: of the runs at work; pending: runs of the wave that have not ended, these included."""
         now, done = time.monotonic(), self.total - pending
         if now - self.shown < (0.5 if self.live else 60):
             return
         self.shown = now
-        left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
-        text = "\n".join([*map(line, records), *[f"{done} of {self.total} runs have ended{left}"] * bool(self.total)])
-        self.live.update(text, refresh=True) if self.live else self.print(text)
+        lines = [line(folder) for folder in records]
+        if self.total:
+            left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
+            lines.append(f"{done} of {self.total} runs have ended{left}")
+        text = "\n".join(lines)
+        self.live.update(text, refresh=True) if self.live else print(text)
 
 
 def line(folder: Path) -> str:
@@ -52,9 +53,9 @@ def line(folder: Path) -> str:
 
 def watch(_=None) -> None:
     """Shows the runs at work in this clone until there is none."""
-    with Board(0) as board:
+    with Board() as board:
         board.shown = 0.0  # at once
         while records := running():
-            board.update(records, 0)
+            board.update(records)
             time.sleep(0.5)
     print("no run is at work in this clone")

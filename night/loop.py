@@ -10,15 +10,13 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import harness
 import prepare
@@ -27,10 +25,10 @@ from night.clean import scratch_folder
 from night.commits import commit_train, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
-from night.rows import ROOT, Kind, experiments, git, good, in_history, reference
-from night.run import LOG_BYTES, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, end_children, prctl, train_options
-from night.show import about_night, pick_kind
-from night.wave import Trainer, revisions, run_of, start_ray, train_all
+from night.rows import ROOT, Kind, branch, git, git_bytes, good, in_history, reference, revisions
+from night.run import guard, train_options
+from night.show import about_night, last_place
+from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt; its commit is <branch>-loop/<n>
@@ -77,35 +75,26 @@ def loop(args: argparse.Namespace) -> None:
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # or git says how to set it
-    kind = start_ray(args)
-    (base,) = revisions([reference(kind)])
-    seeds = [None] if kind.rows() else [None, 1, 2]  # a night begins with its noise
-    rows = train_all([run_of(*base, seed) for seed in seeds], args, kind, base)
-    if rows[run_of(*base, None)]["status"] == "crash":
+    night = Loop(args, start_ray(args))
+    (base,) = revisions([reference(night.kind)])
+    seeds = [None] if night.kind.rows() else [None, 1, 2]  # a night begins with its noise
+    if night.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
         raise PrepareError(f"the reference crashes: see python -m night show {base[0]}")
-    night = Loop(args, kind)
     try:
-        with night.trainer.at_work(0):
+        with night.at_work():
             night.work()
     finally:
         night.end_agents()
         print(night.summary())
     if args.report:
-        import ray
-
-        ray.shutdown()
+        night.ray.shutdown()
         args.alone.close()
         options = [*train_options(args, None), f"--per-gpu={args.per_gpu}", f"--limit={args.limit}"]
         options += [f"--address={args.address}"] * bool(args.address)
         subprocess.run([sys.executable, "-m", "night", "report", *options], check=True)
 
 
-def branch() -> str:
-    return git("branch", "--show-current").decode().strip()
-
-
-@dataclass
-class Agent:
+class Agent(NamedTuple):
     """An agent at work on proposal n: the commit and the files that it began with, its folder, its guard."""
 
     n: int
@@ -117,60 +106,59 @@ class Agent:
 
     def idea(self) -> str:
         """The first line of its file IDEA, or else of its output."""
-        for path in (self.work / "IDEA", PROPOSALS / str(self.n) / "agent.log"):
-            for line in plain(path).decode(errors="replace").splitlines():
-                row = dict(description=harness.clean(line), status="keep")
-                if idea := Description.parse(row).subject[:100].strip():  # without a seed, which a row would add
-                    return self.name + idea
+        texts = plain(self.work / "IDEA") + b"\n" + plain(folder(self.n) / "agent.log")
+        for line in texts.decode(errors="replace").splitlines():
+            row = dict(description=harness.clean(line), status="keep")
+            if idea := Description.parse(row).subject[:100].strip():  # without a seed, which a row would add
+                return self.name + idea
         return f"{self.name}no description"
 
 
-class Loop:
+class Loop(Trainer):
     """A night on the branch of HEAD. What has to last is in git, results.tsv and PROPOSALS only."""
 
     def __init__(self, args: argparse.Namespace, kind: Kind):
-        self.args, self.kind, self.trainer = args, kind, Trainer(args, kind)
+        super().__init__(args, kind)
         self.branch = branch()
-        self.most = min(args.agents or self.trainer.slots, self.trainer.slots)
+        self.most = min(args.agents or self.slots, self.slots)
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
-        self.numbers: dict[str, tuple[int, str]] = {}  # of proposals in training: number and base
         self.trained = self.refused = 0  # runs of this night; refusals in a row
-        self.start = self.now = self.next = time.monotonic()
         self.busy = 0.0  # seconds that GPUs had a run, summed over GPUs
 
     def work(self) -> None:
+        self.start = self.now = self.next = time.monotonic()
         self.resume()
-        while self.trainer.pending or not self.over():
+        while self.pending or not self.over():
             if self.over():
                 self.end_agents()
             while self.may_ask():
                 self.ask()
-            if not self.trainer.pending:
+            if not self.pending:
                 time.sleep(0.2)
-            for run, row in self.trainer.ended():
+            for run, row in self.ended():
                 self.trained += 1
-                self.settle(*self.numbers.pop(run.commit), row)
+                self.settle(*self.commits()[run.commit][:2], row)
             for agent in [agent for agent in self.agents if agent.guard.poll() is not None]:
                 self.judge(agent)
             before, self.now = self.now, time.monotonic()
-            self.busy += (self.now - before) * min(len(self.trainer.pending), self.trainer.slots)
+            self.busy += (self.now - before) * min(len(self.pending), self.slots)
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop has left."""
-        for n, (commit, base, subject) in self.commits().items():
+        for commit, (n, base, subject) in self.commits().items():
             rows = [row for row in self.kind.rows() if row["commit"] == commit]
             self.trained += bool(rows)
-            if not re.match("keep|discard|crash", prepare.read(PROPOSALS / str(n) / "verdict.txt")):
-                self.settle(n, base, rows[-1]) if rows else self.train(n, commit, base, subject)
+            if not re.match("keep|discard|crash", prepare.read(folder(n) / "verdict.txt")):
+                self.settle(n, base, rows[-1]) if rows else self.accept(n, commit, base, subject)
 
-    def commits(self) -> dict[int, tuple[str, str, str]]:
-        """Commit, base and subject of each accepted proposal, by number."""
+    def commits(self) -> dict[str, tuple[int, str, str]]:
+        """Number, base and subject of each accepted proposal, by commit."""
         form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
         options = ["--sort=version:refname", f"--format={form}", f"refs/heads/{self.branch}-loop/"]
-        lines = [line.split("\t") for line in git("for-each-ref", *options).decode().splitlines()]
-        return {int(n): (commit[:7], base[:7], subject) for n, commit, base, subject in lines}
+        lines = [line.split("\t") for line in git("for-each-ref", *options).splitlines()]
+        return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines}
 
     def over(self) -> str:
         """Why no agent is asked any more."""
@@ -190,8 +178,8 @@ class Loop:
 
     def may_ask(self) -> bool:
         """Agents think while GPUs train: at most one proposal per agent waits for a GPU."""
-        under_way = len(self.agents) + len(self.trainer.pending)
-        most = min(self.trainer.slots + self.most, (self.args.runs or math.inf) - self.trained)
+        under_way = len(self.agents) + len(self.pending)
+        most = min(self.slots + self.most, (self.args.runs or math.inf) - self.trained)
         return len(self.agents) < self.most and under_way < most and time.monotonic() >= self.next and not self.over()
 
     def ask(self) -> None:
@@ -199,55 +187,55 @@ class Loop:
         (name, command), text, base = next(self.turns), self.prompt(), reference(self.kind)
         work = Path(scratch_folder(), "work")
         work.mkdir()
-        archive = git("archive", base, "--", ".", ":!/results.tsv", ":!/program.md")
+        archive = git_bytes("archive", base, "--", ".", ":!/results.tsv", ":!/program.md")
         subprocess.run(["tar", "-x", "-C", work], input=archive, check=True)
         files = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
         who = "-c user.name=night -c user.email=night@localhost"
         script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign --no-verify -m reference"
         subprocess.run(["sh", "-c", script], cwd=work, check=True)
         n, prompt = self.new_number(), work.with_name("PROMPT.md")
-        for path in (prompt, PROPOSALS / str(n) / "prompt.md"):
+        for path in (prompt, folder(n) / "prompt.md"):
             path.write_text(text, "utf-8")
         words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{self.args.sandbox} {command}")]
         passed = [*ENVIRONMENT, *self.args.agent_env.split(",")]
         env = {key: os.environ[key] for key in passed if key in os.environ} | {"CUDA_VISIBLE_DEVICES": ""}
-        task = [os.getpid(), self.args.agent_limit, str(PROPOSALS / str(n) / "agent.log"), words, str(work), env]
+        task = dict(command=words, limit=self.args.agent_limit, parent=os.getpid(), env=env)
+        task |= dict(cwd=str(work), log=str(folder(n) / "agent.log"))
         with open(prompt) as stdin:
             command = [sys.executable, "-m", "night.loop", json.dumps(task)]
-            guard = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
-        self.agents.append(Agent(n, name, base, work, files, guard))
+            child = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
+        self.agents.append(Agent(n, name, base, work, files, child))
 
     def new_number(self) -> int:
-        n = 1 + max([0, *self.commits(), *(int(path.name) for path in PROPOSALS.glob("[0-9]*"))])
-        (PROPOSALS / str(n)).mkdir(parents=True)
+        n = 1 + max([0, *numbers(), *(n for n, *_ in self.commits().values())])
+        folder(n).mkdir(parents=True)
         self.note(n, ENDED)
         return n
 
     def note(self, n: int, verdict: str) -> None:
-        with prepare.new_file(PROPOSALS / str(n) / "verdict.txt") as file:
+        with prepare.new_file(folder(n) / "verdict.txt") as file:
             file.write(f"{verdict}\n".encode())
 
     def verdicts(self) -> list[str]:
         """Of all proposals, the last one at the end."""
-        paths = sorted(PROPOSALS.glob("*/verdict.txt"), key=lambda path: int(path.parent.name))
-        return [prepare.read(path) for path in paths]
+        return [text for n in numbers() if (text := prepare.read(folder(n) / "verdict.txt"))]
 
     def prompt(self) -> str:
-        rows, worn = pick_kind(experiments(), self.args.setting), Counter()
+        rows, since = last_place(self.args.setting), Counter()  # ideas of a family since its last gain
         for idea in ideas(rows):
-            worn[idea.family] = 0 if idea.status == "keep" else worn[idea.family] + 1
+            since[idea.family] = 0 if idea.status == "keep" else since[idea.family] + 1
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
-        now = [f"- {run.description}" for run in self.trainer.runs()] + [f"- {agent.idea()}" for agent in self.agents]
+        now = [f"- {run.description}" for run in self.runs()] + [f"- {agent.idea()}" for agent in self.agents]
+        worn = [f"- {name}: {n}" for name, n in since.most_common() if n >= WORN]
+        parts = dict(memory=[about_night(rows)], worn=worn, now=now, refused=refused[-REFUSED:])
         rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
-        parts = dict(memory=about_night(rows), now="\n".join(now), refused="\n".join(refused[-REFUSED:]))
-        parts["worn"] = "\n".join(f"- {name}: {n}" for name, n in worn.most_common() if n >= WORN)
         return PROMPT.format(
             budget=self.args.setting.strip(", ") or f"{prepare.TIME_BUDGET} s",
             minutes=self.args.agent_limit / 60,
             rules=rules[1].strip() if rules else "",
             left=self.args.hours - (time.monotonic() - self.start) / 3600,
             dry=self.dry(),
-            **{name: text.replace("```", "'''") or "none" for name, text in parts.items()},
+            **{name: "\n".join(lines).replace("```", "'''") or "none" for name, lines in parts.items()},
         )
 
     def judge(self, agent: Agent) -> None:
@@ -270,8 +258,8 @@ class Loop:
         """Has a train.py trained, as a commit, unless there is a reason to refuse it; returns whether it does."""
         before = read_train(base)
         lines = [content.decode(errors="replace").splitlines(keepends=True) for content in (before, text)]
-        (PROPOSALS / str(n) / "train.diff").write_text("".join(difflib.unified_diff(*lines)), "utf-8")
-        known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.trainer.runs()}
+        (folder(n) / "train.diff").write_text("".join(difflib.unified_diff(*lines)), "utf-8")
+        known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.runs()}
         same = [commit for commit in known if squeezed(commit) == b"".join(text.split())]
         end = before.rstrip().splitlines()[-1]
         if not reason and not text.rstrip().endswith(end):
@@ -280,27 +268,26 @@ class Loop:
             reason = f"the same train.py as {same[0]}, but for whitespace"
         if reason:
             self.note(n, f"refused: {reason}")
-            self.trainer.board.print(f"refused  proposal {n}, {idea}: {reason}")
+            print(f"refused  proposal {n}, {idea}: {reason}")
         else:
-            self.train(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
+            self.accept(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
         return not reason
 
-    def train(self, n: int, commit: str, base: str, subject: str) -> None:
+    def accept(self, n: int, commit: str, base: str, subject: str) -> None:
         self.note(n, f"trains as {commit}")
-        self.numbers[commit] = n, base
-        self.trainer.submit(run_of(commit, subject, None), revisions([base])[0])
+        self.submit(run_of(commit, subject), revisions([base])[0])
 
     def settle(self, n: int, base: str, row: dict) -> None:
         """What beats the reference is the next one; what beats an older one is trained again on what came since."""
         verdict, commit, now = row["status"], row["commit"], reference(self.kind)
         if verdict == "keep" and not in_history([row]):
             both = revert(read_train(now), read_train(commit), read_train(base))  # merged; None if they conflict
-            scores = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
+            others = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
             if base != now and both is not None:
                 again, idea = self.new_number(), Description.parse(row).subject[:100]
                 self.propose(again, now, both, f"{idea}, again on {now}")
                 verdict += f", and again on {now} as proposal {again}"
-            elif base == now or row["val_bpb"] < min(scores, default=0.0):
+            elif base == now or row["val_bpb"] < min(others, default=0.0):
                 self.move(row)
             else:
                 verdict += f", but it conflicts with {now}, which is better"
@@ -310,12 +297,12 @@ class Loop:
         """The night's branch goes on from a kept commit, and so does train.py here unless somebody has edited it."""
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}: check that out again, and repeat the command")
-        commit, head = row["commit"], git("rev-parse", "HEAD").decode().strip()
+        commit, head = row["commit"], git("rev-parse", "HEAD")
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit)):
             git("checkout", "-q", commit, "--", "train.py")
         else:
-            self.trainer.board.print("train.py has changes that are not committed: the branch moves, the file stays")
-        if git("merge-base", head, commit).decode().strip() == head:
+            print("train.py has changes that are not committed: the branch moves, the file stays")
+        if git("merge-base", head, commit) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed: a merge with the kept train.py
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
@@ -330,11 +317,21 @@ class Loop:
 
     def summary(self) -> str:
         count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts())
-        hours, slots = (time.monotonic() - self.start) / 3600, self.trainer.slots
+        hours, slots = (time.monotonic() - self.start) / 3600, self.slots
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         text = f"\n{self.over() or 'interrupted'}: {sum(count.values())} proposals so far, {found}.\n"
         text += f"{hours:.2f} hours; the GPUs had work {self.busy / slots / hours / 36:.0f}% of the time.\n"
         return f"{text}The night goes on from {reference(self.kind)}. How much is luck? python -m night report"
+
+
+def numbers() -> list[int]:
+    """Of the proposals so far."""
+    return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*"))
+
+
+def folder(n: int) -> Path:
+    """Of proposal n."""
+    return PROPOSALS / str(n)
 
 
 def plain(path: Path) -> bytes:
@@ -354,32 +351,6 @@ def squeezed(commit: str) -> bytes:
     return b""
 
 
-def guard(parent: int, limit: float, log: str, words: list[str], work: str, env: dict[str, str]) -> int:
-    """Runs an agent, the prompt on stdin, and ends all that it has started, also if the loop is killed."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    stopped, end = [], time.monotonic() + limit
-    harness.handle_signals(lambda *_: stopped.append(True))
-    if os.getppid() != parent:
-        return 1
-    options = dict(cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    agent = subprocess.Popen(words, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
-
-    def copy() -> None:
-        size = 0
-        with open(log, "wb") as file:
-            while text := agent.stdout.read1():
-                file.write(text[: max(0, LOG_BYTES - size)])
-                size += len(text)
-
-    reader = threading.Thread(target=copy)
-    reader.start()
-    while agent.poll() is None and not stopped and time.monotonic() < end:
-        time.sleep(0.05)
-    end_children()
-    reader.join()
-    return TOO_LATE if agent.returncode is None else agent.returncode & 0xFF
-
-
-if __name__ == "__main__":
-    sys.exit(guard(*json.loads(sys.argv[1])))
+if __name__ == "__main__":  # guards an agent, with the prompt on stdin
+    code, ended_by, _ = guard(**json.loads(sys.argv[1]))
+    sys.exit(TOO_LATE if ended_by else code & 0xFF)

@@ -6,33 +6,26 @@ import statistics
 from pathlib import Path
 
 import harness
+import prepare
 from night import records
 from night.ideas import Idea, ideas, oddities
-from night.rows import experiments, seed_noise
-from night.show import gain, pick_kind
-from prepare import PrepareError
+from night.rows import place, seed_noise
+from night.show import gain, last_place
 
 DIFF_LINES, HOVER_LINES = 400, 12  # of a diff in the table, and under the pointer
 
 
 def page(_=None) -> None:
     """Writes night.html about the GPU, budget and dataset of the last row."""
-    try:
-        import plotly.graph_objects as go
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise PrepareError("the page needs Plotly: pip install -e '.[night]'") from None
-    rows = experiments()
-    if not rows:
-        raise PrepareError(f"{harness.RESULTS} has no row yet")
-    rows = pick_kind(rows, "")
-    found, (sd, _) = ideas(rows), seed_noise(rows[0]["gpu"], rows[0]["dataset"])
-    report = harness.RESULTS.with_name("report.md")
+    from plotly.offline import get_plotlyjs
+
+    rows = last_place()
+    found, (sd, _) = ideas(rows), seed_noise(rows[0])
     data = {
-        "title": f"{rows[0]['gpu']}, {rows[0]['dataset']}: {len(rows)} experiments",
-        "figure": chart(go, found, sd).to_plotly_json(),
+        "title": f"{', '.join(place(rows[0]))}: {len(rows)} experiments",
+        "figure": chart(found, sd).to_plotly_json(),
         "ideas": [entry(number, idea, rows, sd) for number, idea in enumerate(found, start=1)],
-        "report": report.read_text("utf-8") if report.exists() else "",
+        "report": prepare.read(harness.RESULTS.with_name("report.md")),
     }
     text = Path(__file__).with_name("page.html").read_text("utf-8")
     text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"), 1).replace("PLOTLY", get_plotlyjs(), 1)
@@ -48,44 +41,38 @@ def status(idea: Idea) -> str:
 
 def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
     """A line of the table. change is for sorting, gain for reading."""
-    curves = []
-    for folder in [folder for row in idea.rows for folder in records.folders(row)[:1]]:
-        if points := records.curve(folder):
-            curves.append({key: [getattr(point, key) for point in points] for key in ("seconds", "loss")})
-    bpb = idea.score or None
+    runs = [points for row in idea.rows if (points := records.curve_of(row))]
     return {
         "no": number, "commit": idea.commit, "subject": idea.subject, "family": idea.family, "status": status(idea),
-        "bpb": bpb, "score": f"{bpb:.4f}" if bpb else "", "change": idea.change,
-        "gain": gain(idea, sd) if idea.change is not None else "", "seeds": len(idea.scores), "size": sum(idea.lines),
-        "lines": "+{} -{}".format(*idea.lines) if idea.diff else "", "curves": curves,
+        "bpb": idea.score or None, "score": f"{idea.score:.4f}" if idea.score else "", "change": idea.change,
+        "gain": gain(idea, sd) if idea.changes else "", "seeds": len(idea.scores), "size": sum(idea.lines),
+        "lines": "+{} -{}".format(*idea.lines) if idea.diff else "",
+        "curves": [{key: [getattr(point, key) for point in points] for key in ("seconds", "loss")} for points in runs],
         "diff": "\n".join(idea.diff.splitlines()[:DIFF_LINES]),
         "notes": [idea.reason] * bool(idea.reason) + oddities(idea, rows),
     }  # fmt: skip
 
 
-def chart(go, found: list[Idea], sd: float):
+def chart(found: list[Idea], sd: float):
     """val_bpb of each idea, the mean of its seeds; crashes at the lower edge."""
+    import plotly.graph_objects as go
+
     scores = [idea.score for idea in found if idea.scores] or [0.0]
     low, high = min(scores), max(scores)
     top = min(high, low + 2.5 * max(statistics.median(scores) - low, 1e-3))
     margin = 0.05 * (top - low or low)
-    figure = go.Figure()
+    figure, numbers = go.Figure(), range(1, len(found) + 1)
     for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
-        chosen = [(number, idea) for number, idea in enumerate(found, start=1) if status(idea) == name]
-        heights = [min(top, idea.score or low - margin) for _, idea in chosen]
+        chosen = {number: idea for number, idea in enumerate(found, start=1) if status(idea) == name}
         figure.add_scatter(
-            x=[number for number, _ in chosen], y=heights, mode="markers", name=f"{len(chosen)} {name}",
+            x=[*chosen], y=[min(top, idea.score or low - margin) for idea in chosen.values()], mode="markers",
             marker=dict(color=color, size=9 if name == "keep" else 6, symbol="x" if name == "crash" else "circle"),
-            customdata=[number for number, _ in chosen], hovertext=[hover(idea, sd) for _, idea in chosen],
-            hoverinfo="text",
+            customdata=[*chosen], hovertext=[hover(idea, sd) for idea in chosen.values()], hoverinfo="text",
+            name=f"{len(chosen)} {name}",
         )  # fmt: skip
-    kept = [(n, i.score) for n, i in enumerate(found, start=1) if i.status == "keep"]
-    if kept:
-        best = [min(bpb for _, bpb in kept[: i + 1]) for i in range(len(kept))]
-        x, y = [*(n for n, _ in kept), len(found)], [*best, best[-1]]
-        figure.add_scatter(
-            x=x, y=y, mode="lines", line=dict(shape="hv", color="#1a7f37"), hoverinfo="skip", name="best"
-        )
+    best = [min((other.score for other in found[:n] if other.status == "keep"), default=None) for n in numbers]
+    line = dict(shape="hv", color="#1a7f37")
+    figure.add_scatter(x=[*numbers], y=best, mode="lines", line=line, hoverinfo="skip", name="best")
     figure.update_layout(
         template="none", height=420, margin=dict(t=10, r=10), legend=dict(orientation="h", y=-0.2),
         xaxis_title_text="idea", yaxis_title_text="val_bpb", yaxis_range=[low - 1.5 * margin, top + margin],

@@ -15,6 +15,7 @@ from night.rows import ROOT
 
 RUNS = ROOT / "runs"
 QUIET = 120  # seconds without a change, after which a record without a summary is that of a killed run
+JUMP = 0.3  # nats per token
 
 
 class Point(NamedTuple):
@@ -50,8 +51,13 @@ def folders(row: dict) -> list[Path]:
     return sorted(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), reverse=True)
 
 
+def curve_of(row: dict) -> list[Point]:
+    """That of its last run."""
+    return [point for folder in folders(row)[:1] for point in curve(folder)]
+
+
 def curve(folder: Path) -> list[Point]:
-    """Its points; a line that is being written is left out."""
+    """Its points, [] if there are none; a line that is being written is left out."""
     points = []
     with suppress(OSError):
         for line in (folder / "curve.tsv").read_text("utf-8", errors="replace").split("\n")[1:-1]:
@@ -62,8 +68,8 @@ def curve(folder: Path) -> list[Point]:
 
 def summary(folder: Path) -> dict:
     """What the run printed at its end; {} if it was killed before."""
-    with suppress(OSError, ValueError):
-        return json.loads((folder / "summary.json").read_text("utf-8"))
+    with suppress(ValueError):
+        return json.loads(prepare.read(folder / "summary.json"))
     return {}
 
 
@@ -75,20 +81,20 @@ def budget(folder: Path) -> tuple[str, float]:
 
 def running() -> list[Path]:
     """Records that are being written, the oldest first."""
-    started = {folder: folder.stat().st_ctime for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()}
-    return sorted((folder for folder in started if time.time() - last_change(folder) < QUIET), key=started.get)
+    found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
+    found = [folder for folder in found if time.time() - last_change(folder) < QUIET]
+    return sorted(found, key=lambda folder: folder.stat().st_ctime)
 
 
 def last_change(folder: Path) -> float:
     return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
-def jump(points: list[Point], nats: float = 0.3) -> float | None:
-    """Where, as a share of the run, the loss rises by more than so much from one point to the next after the first
-    tenth; else None. In a run of few steps a point is a single batch's loss, which jumps anyway."""
-    if len(points) < 40:
-        return None
-    for before, after in itertools.pairwise(points[len(points) // 10 :]):
-        if after.loss - before.loss > nats:
-            return after.step / points[-1].step
+def jump(points: list[Point]) -> float | None:
+    """Where, as a share of the run, the loss rises by more than JUMP from one point to the next after the first tenth;
+    else None. In a run of few steps a point is a single batch's loss, which jumps anyway."""
+    if len(points) >= 40:
+        for before, after in itertools.pairwise(points[len(points) // 10 :]):
+            if after.loss - before.loss > JUMP:
+                return after.step / points[-1].step
     return None

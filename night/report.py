@@ -1,14 +1,15 @@
 """The morning after: how much of the night's gain was luck?"""
 
 import argparse
+import math
 import statistics
 
 import harness
 from harness import Description, Label
 from night.attribute import attribute
 from night.plot import plot
-from night.rows import arms, experiments, good, in_history
-from night.wave import Run, start_ray, train_all
+from night.rows import arm, experiments, good, grouped, in_history, scores
+from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
 STANDS = "What the night found stands."
@@ -30,37 +31,38 @@ def report(args: argparse.Namespace) -> None:
     kept = [row for row in rows if row["status"] == "keep"]
     crashed = sum(row["status"] == "crash" for row in rows)
     title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {crashed} crashed."
-    if len(arms(rows)) > 1:
-        title += "".join(f"\n{best_of(arm, own)}" for arm, own in arms(rows).items())
+    pictures = "![](progress.png)"
+    if len(arms := grouped(rows, arm)) > 1:
+        title += "".join(f"\n{best_of(*one)}" for one in arms.items())
+        pictures += "\n\n![](arms.png)"
     print(title)
     kept = in_history(kept)
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
         text = "Fewer than two revisions were kept on this branch: there is no gain to report."
     else:
-        kind = kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False)
+        trainer = Trainer(args, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
-        runs = [Run(commit, str(Description(text, seed)), seed) for seed in seeds for commit, text in ends]
-        text = gains(kept[0], kept[-1], list(train_all(runs, args, kind).values()))
+        runs = [run_of(*end, seed) for seed in seeds for end in ends]
+        text = gains(kept[0], kept[-1], trainer.train(runs))
         if args.attribute:
-            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, args, kind)}"
+            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, trainer)}"
     print(f"\n{text}")
-    pictures = "![](progress.png)" + "\n\n![](arms.png)" * (len(arms(rows)) > 1)
     harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n{pictures}\n", "utf-8")
     plot()
 
 
 def best_of(arm: str, rows: list[dict]) -> str:
-    done = [row for row in rows if row["status"] != "crash"]
-    best = min(done, key=lambda row: row["val_bpb"], default=None)
-    name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best else "none, all crashed"
+    best = min(rows, key=lambda row: row["val_bpb"] or math.inf)  # a crash has 0
+    name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best["val_bpb"] else "none, all crashed"
     return f"- Best of {len(rows)} by {arm}: {name}."
 
 
 def gains(first: dict, last: dict, rows: list[dict]) -> str:
     """What the last kept row gains over the first, as logged and in the rows of a report; and what of that was luck."""
     logged = first["val_bpb"] - last["val_bpb"]
+    ends = ("{commit}, {description}.".format(**row) for row in (first, last))
     lines = [
-        "First kept: {commit}, {description}.".format(**first) + " Last kept: {commit}, {description}.".format(**last),
+        "First kept: {} Last kept: {}".format(*ends),
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",
@@ -91,13 +93,6 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     return "\n".join(lines)
-
-
-def scores(rows: list[dict], split: str) -> dict[int, float]:
-    """By seed."""
-    parts = [(Description.parse(row), row["val_bpb"]) for row in rows]
-    pairs = {part.seed: val_bpb if split == "val" else part.test_bpb for part, val_bpb in parts}
-    return {seed: bpb for seed, bpb in pairs.items() if bpb is not None}
 
 
 def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, bool]:

@@ -7,7 +7,7 @@ import re
 import statistics
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,11 @@ class Kind(NamedTuple):
         return here and rest == [self.setting, self.report] and row["dataset"] == self.dataset
 
 
+def kind_here(setting: str) -> Kind:
+    """That of a run on this machine."""
+    return Kind([harness.gpu_name()], setting, prepare.dataset_id())
+
+
 def name_of(row: dict) -> tuple[str, str]:
     """Commit, and description without the reason of a crash and the score on the test split: the name of the run."""
     return row["commit"], str(Description.parse(row)._replace(test_bpb=None, reason=""))
@@ -46,18 +51,27 @@ def name_of(row: dict) -> tuple[str, str]:
 def experiments() -> list[dict]:
     """The rows of results.tsv, without those of reports and without a crash whose run has a later row."""
     rows = [row for row in harness.read_results() if not Label.parse(row["gpu"]).report]
-    last = {(*name_of(row), row["gpu"], row["dataset"]): i for i, row in enumerate(rows)}
+    last = {(*name_of(row), *place(row)): i for i, row in enumerate(rows)}
     return [row for i, row in enumerate(rows) if row["status"] != "crash" or i in last.values()]
 
 
-def arms(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows by who made their commits: `tpe` if the subject begins with `tune tpe:`, `agent 2` if with that, else
-    `agent`."""
-    found = defaultdict(list)
+def place(row: dict) -> tuple[str, str]:
+    """Rows of one place compare."""
+    return row["gpu"], row["dataset"]
+
+
+def grouped(rows: Iterable[dict], key: Callable) -> dict:
+    """Lists of rows by key(row), in the order of the first ones."""
+    groups = defaultdict(list)
     for row in rows:
-        prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
-        found[(prefix and (prefix[1] or prefix[2])) or "agent"].append(row)
-    return found
+        groups[key(row)].append(row)
+    return groups
+
+
+def arm(row: dict) -> str:
+    """Who made the commit: `tpe` if the subject begins with `tune tpe:`, `agent 2` if with that, else `agent`."""
+    prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
+    return (prefix and (prefix[1] or prefix[2])) or "agent"
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
@@ -65,30 +79,70 @@ def good(rows: list[dict], commit: str) -> list[dict]:
     return [row for row in rows if row["commit"] == commit and row["status"] != "crash"]
 
 
-def seed_noise(gpu: str, dataset: str) -> tuple[float, int]:
+def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
+    """Bits per byte by seed, where a run has scored that split."""
+    found = {}
+    for row in rows:
+        parts = Description.parse(row)
+        bpb = row["val_bpb"] if split == "val" else parts.test_bpb
+        if row["status"] != "crash" and bpb is not None:
+            found[harness.SEED if parts.seed is None else parts.seed] = bpb
+    return found
+
+
+def with_error(values: Collection[float], form: str, error_form: str) -> str:
+    """Their mean and, if there are several, its standard error."""
+    if not values:
+        return ""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return f"{statistics.mean(values):{form}}" + ("" if error is None else f" +-{error:{error_form}}")
+
+
+def seed_noise(row: dict) -> tuple[float, int]:
     """Standard deviation of val_bpb from seed to seed, and its degrees of freedom; 0.0, 0 if nothing was repeated.
 
-    Pooled over all commits with several runs on that gpu and dataset, those of reports included.
+    Pooled over all commits with several runs on the row's gpu and dataset, those of reports included.
     """
-    name, setting, _ = Label.parse(gpu)
-    kinds = [Kind([name], setting, dataset, report) for report in (False, True)]
+    gpu, setting, _ = Label.parse(row["gpu"])
     squares = freedom = 0
-    for rows in (kind.rows() for kind in kinds):
+    for report in (False, True):
+        rows = Kind([gpu], setting, row["dataset"], report).rows()
         for commit in {row["commit"] for row in rows}:
-            scores = [row["val_bpb"] for row in good(rows, commit)]
-            freedom += max(0, len(scores) - 1)
-            squares += statistics.variance(scores) * (len(scores) - 1) if len(scores) > 1 else 0
+            if found := [row["val_bpb"] for row in good(rows, commit)]:
+                freedom += len(found) - 1
+                squares += statistics.pvariance(found) * len(found)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
 
 
 # ------------------------------------------------------------------------------------------ the commit to go back to
-def git(*args: str) -> bytes:
-    return subprocess.check_output(["git", *args], cwd=ROOT)
+def git_bytes(*args: str, **options) -> bytes:
+    """What git prints. options: of subprocess."""
+    return subprocess.check_output(["git", *args], cwd=ROOT, **options)
+
+
+def git(*args: str, **options) -> str:
+    return git_bytes(*args, **options).decode(errors="replace").strip()
+
+
+def commit_of(revision: str) -> str:
+    """Its 7 digits."""
+    return git("rev-parse", "--verify", f"{revision}^{{commit}}")[:7]
+
+
+def revisions(names: list[str]) -> list[tuple[str, str]]:
+    """Their commits (7 digits) and subjects."""
+    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--")
+    return [(line[:7], line[41:]) for line in log.split("\n")]
+
+
+def branch() -> str:
+    """The one that is checked out, "" if none is."""
+    return git("branch", "--show-current")
 
 
 def in_history(rows: list[dict]) -> list[dict]:
     """Those whose commit is HEAD or an ancestor of it: ideas on side branches count once they are merged."""
-    history = {line[:7] for line in git("rev-list", "HEAD").decode().split()}
+    history = {line[:7] for line in git("rev-list", "HEAD").split()}
     return [row for row in rows if row["commit"] in history]
 
 
@@ -102,11 +156,11 @@ def reference(kind: Kind) -> str:
         kept = [row["commit"] for row in rows if row["status"] == "keep"]
         if rows:
             return kept[-1] if kept else rows[0]["commit"]
-    return git("rev-parse", "HEAD").decode()[:7]
+    return commit_of("HEAD")
 
 
 def print_reference(args: argparse.Namespace) -> None:
-    print(reference(Kind([harness.gpu_name()], args.setting, prepare.dataset_id())))
+    print(reference(kind_here(args.setting)))
 
 
 @contextmanager
@@ -128,10 +182,23 @@ def with_status(line: str, status: str) -> str:
     return "\t".join(fields)
 
 
+def decide(ideas: set[tuple[str, str]], base: dict, kind: Kind) -> None:
+    """Moves the rows of ideas that ended before the reference behind `base`, its row, as `keep` if they are better."""
+    with edit_log() as lines:
+        rows = [harness.parse_row(line) for line in lines]
+        last = {name_of(row): i for i, row in enumerate(rows) if row and kind.holds(row)}
+        moved = {}
+        for i in sorted(last[name] for name in ideas & last.keys()):
+            if rows[i]["gpu"] == base["gpu"] and rows[i]["status"] != "crash":
+                better = rows[i]["val_bpb"] < base["val_bpb"]
+                moved[i] = with_status(lines[i], "keep") if better else lines[i]
+        *rest, end = [line for i, line in enumerate(lines) if i not in moved]
+        lines[:] = [*rest, *moved.values(), end]  # the log ends with a line break, so the last line is empty
+
+
 def keep(args: argparse.Namespace) -> None:
     """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
-    commit = git("rev-parse", "--verify", f"{args.revision}^{{commit}}").decode()[:7]
-    kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
+    commit, kind = commit_of(args.revision), kind_here(args.setting)
     status = "discard" if args.discard else "keep"
     with edit_log() as lines:
         rows = enumerate(map(harness.parse_row, lines))

@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside NumPy's threads, which are idle
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that a child leaves behind become children of this one
     row, front = Row(args), os.getpid()
-    if not (guard := os.fork()):
+    if not (child := os.fork()):
         return guard_train(args, row, front)
-    harness.handle_signals(lambda number, _: os.kill(guard, number))
-    code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    harness.handle_signals(lambda number, _: os.kill(child, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()
     if code < 0:
         row.make_up("killed")
@@ -79,49 +79,64 @@ def run(args: argparse.Namespace) -> int:
 
 
 def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
-    """Ends train.py when its time is up or a signal comes, and all processes that it has started."""
+    """Runs train.py under guard, in a session of its own."""
     os.setsid()
+    row.hand_over()
+    options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "train.py", *train_options(args, args.seed)]
+    log = os.path.join(row.record.get("folder", "/dev"), "log.txt")
+    code, ended_by, end = guard(command, args.limit, front, log, echo=True, **options)
+    late = f"no evaluation within {args.limit / 60:g} min"
+    reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}
+    row.make_up(reasons.get(ended_by) or why(code, end.decode(errors="replace")))
+    return code if code >= 0 else 128 - code
+
+
+def guard(
+    command: list[str], limit: float, parent: int, log: str, echo: bool = False, **options
+) -> tuple[int, int, bytes]:
+    """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then ends all that it has started.
+
+    Returns its exit status, the signal that came (SIGALRM: its time was up; 0: none), and the end of its output. log:
+    gets the first megabyte of that and, if it is echoed on stdout, the end, too.
+    """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    row.hand_over()
-    end, reasons = b"", []  # of what train.py has printed; why it was ended, if it was
-    command = [sys.executable, "train.py", *train_options(args, args.seed)]
-    options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True)
-    options |= dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    train = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    end, signals = b"", []
+    options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    child = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
     def stop(number: int, _=None) -> None:
         harness.handle_signals(signal.SIG_IGN)
-        late = f"no evaluation within {args.limit / 60:g} min"
-        reasons.append({signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}[number])
-        train.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
+        signals.append(number)
+        child.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
     def read_output() -> None:
         nonlocal end
-        log, size = os.path.join(row.record.get("folder", "/dev"), "log.txt"), 0
-        while text := train.stdout.read1():
-            end, size = (end + text)[-LOG_END:], size + len(text)
-            with suppress(OSError):  # a full disk: go on reading, or train.py would wait for this pipe
-                os.write(1, text)
+        size = 0
+        while text := child.stdout.read1():
+            if echo:
+                with suppress(OSError):  # a full disk: go on reading, or the child would wait for this pipe
+                    os.write(1, text)
             with suppress(OSError), open(log, "ab") as file:
-                file.write(text if size <= LOG_BYTES else b"")
+                file.write(text[: max(0, LOG_BYTES - size)])
+            end, size = (end + text)[-LOG_END:], size + len(text)
         with suppress(OSError), open(log, "ab") as file:
-            file.write(b"\n[...]\n" + end if size > LOG_BYTES else b"")
+            file.write(b"\n[...]\n" + end if echo and size > LOG_BYTES else b"")
 
     harness.handle_signals(stop)
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, args.limit)
-    if os.getppid() != front:
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    if os.getppid() != parent:
         stop(signal.SIGTERM)
     reader = threading.Thread(target=read_output)
     reader.start()
-    code = train.wait()
+    code = child.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_children()
     reader.join()
-    row.make_up([*reasons, why(code, end.decode(errors="replace"))][0])
-    return code if code >= 0 else 128 - code
+    return code, [*signals, 0][0], end
 
 
 def end_children() -> None:

@@ -4,26 +4,18 @@ import argparse
 import os
 import re
 import sys
-from collections import defaultdict
+from collections import Counter
 
-import harness
 from harness import Label
 from night import records
 from night.ideas import Idea, ideas, noise, oddities
-from night.rows import experiments, git, in_history, seed_noise
+from night.rows import commit_of, experiments, grouped, in_history, place, seed_noise, with_error
 from prepare import PrepareError
 
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or all about the runs of args.revision."""
-    rows = experiments()
-    if not rows:
-        raise PrepareError(f"{harness.RESULTS} has no row yet")
-    if args.revision:
-        commit = git("rev-parse", "--verify", f"{args.revision}^{{commit}}").decode()[:7]
-        text = about_commit(commit, [row for row in rows if row["commit"] == commit])
-    else:
-        text = about_night(pick_kind(rows, args.setting))
+    text = about_commit(commit_of(args.revision)) if args.revision else about_night(last_place(args.setting))
     if sys.stdout.isatty() and not args.md:
         from rich.console import Console
         from rich.markdown import Markdown
@@ -33,37 +25,33 @@ def show(args: argparse.Namespace) -> None:
         print(text)
 
 
-def pick_kind(rows: list[dict], setting: str) -> list[dict]:
-    """Those of the last row's GPU, budget and dataset; with another budget, the last row's that has it."""
-    rows = [row for row in rows if not setting or Label.parse(row["gpu"]).setting == setting]
-    if not rows:
-        raise PrepareError(f"results.tsv has no row{setting}")
-    last = rows[-1]
-    return [row for row in rows if (row["gpu"], row["dataset"]) == (last["gpu"], last["dataset"])]
+def last_place(setting: str = "") -> list[dict]:
+    """The experiments on the last row's GPU, budget and dataset; with another budget, on the last row's that has it."""
+    rows = experiments()
+    found = [row for row in rows if not setting or Label.parse(row["gpu"]).setting == setting]
+    if not found:
+        raise PrepareError(f"results.tsv has no row{setting}: train something first")
+    return [row for row in rows if place(row) == place(found[-1])]
 
 
 def about_night(rows: list[dict]) -> str:
     """The reference, families of ideas, near misses and crashes of rows of one kind."""
-    found, (sd, _) = ideas(rows), seed_noise(rows[0]["gpu"], rows[0]["dataset"])
+    found, (sd, _) = ideas(rows), seed_noise(rows[0])
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
     reference = next(idea for idea in found if idea.commit == kept[-1]["commit"])
-    count = {status: sum(row["status"] == status for row in rows) for status in ("keep", "crash")}
-    lines = [f"# {rows[0]['gpu']}, {rows[0]['dataset']}"]
+    count = Counter(row["status"] for row in rows)
+    lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
     if sd:
         lines.append(f"A seed's standard deviation is {sd:.4f}: `~` marks noise, for one seed below {noise(sd):.4f}.")
     lines.append("A number is the change of val_bpb that an edit made; negative is better. `*` is kept.\n")
-    families = defaultdict(list)
-    for idea in found:
-        if idea.status != "crash":
-            families[idea.family].append(idea)
+    families = grouped([idea for idea in found if idea.status != "crash"], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), sd) for name in knobs]
     for name, group in sorted(families.items()):
         lines += [f"\n## {name or 'Unchanged train.py, or not in this clone'}", *entries(group, rows, sd)]
-    crashes = [idea for idea in found if idea.status == "crash"]
-    if crashes:
+    if crashes := [idea for idea in found if idea.status == "crash"]:
         lines += ["\n## Crashed", *entries(crashes, rows, sd)]
     return "\n".join(lines)
 
@@ -72,16 +60,16 @@ def knob(name: str, group: list[Idea], sd: float) -> str:
     """`- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`: what was tried of one constant."""
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, sd)}" for idea in group)
     best = min(group, key=lambda idea: idea.change or 0.0)
-    return f"- {name}: {tried}; best {best.values[name][(best.change or 0.0) < -noise(sd, best.pairs)]}"
+    return f"- {name}: {tried}; best {best.values[name][(best.change or 0.0) < -noise(sd, len(best.changes))]}"
 
 
 def gain(idea: Idea, sd: float) -> str:
-    """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036+-0.0004*`."""
-    if idea.change is None:
-        return f"{idea.score:.4f}" + "*" * (idea.status == "keep")
-    error = f"+-{idea.error:.4f}" if idea.error else ""
-    near = "~" if abs(idea.change) < noise(sd, idea.pairs) else ""
-    return f"{idea.change:+.4f}{error}" + ("*" if idea.status == "keep" else near)
+    """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
+    mark = "*" if idea.status == "keep" else ""
+    if not idea.changes:
+        return f"{idea.score:.4f}{mark}"
+    near = "~" if abs(idea.change) < noise(sd, len(idea.changes)) else ""
+    return with_error(idea.changes, "+.4f", ".4f") + (mark or near)
 
 
 def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
@@ -90,27 +78,26 @@ def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
     for idea in group:
         shared = re.match(r".{30,}[;,] |", os.path.commonprefix([before, idea.subject]))[0]  # noqa: RUF071
         text, before = "... " * bool(shared) + idea.subject[len(shared) :], idea.subject
-        size = f" (+{idea.lines[0]} -{idea.lines[1]})" if idea.diff else ""
+        size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
         notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
         score = f"{gain(idea, sd)} " * (idea.status != "crash")
         lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
     return lines
 
 
-def about_commit(commit: str, rows: list[dict]) -> str:
+def about_commit(commit: str) -> str:
     """Its rows, and for each the numbers and the end of the log of its last run."""
-    if not rows:
-        raise PrepareError(f"results.tsv has no row of {commit}")
     lines = []
-    for row in rows:
+    for row in [row for row in experiments() if row["commit"] == commit]:
         score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
-        lines.append(
-            f"# {commit} {row['description']}\n{score}, {row['gpu']}, {row['dataset']}, {row['tokens_M']} M tokens"
-        )
+        lines.append(f"# {commit} {row['description']}")
+        lines.append(f"{score}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
         for folder in records.folders(row)[:1]:
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
-            log = (folder / "log.txt").read_text("utf-8", errors="replace") if (folder / "log.txt").exists() else ""
-            if row["status"] == "crash":
-                lines += ["```", *log.splitlines()[-20:], "```"]
+            log = folder / "log.txt"
+            if row["status"] == "crash" and log.exists():
+                lines += ["```", *log.read_text("utf-8", errors="replace").splitlines()[-20:], "```"]
             lines.append(f"- record: {folder.relative_to(records.RUNS.parent)}")
+    if not lines:
+        raise PrepareError(f"results.tsv has no row of {commit}")
     return "\n".join(lines)

@@ -14,12 +14,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import harness
-import prepare
 from harness import Description
 from night.commits import commit_train, read_train
 from night.records import RUNS
-from night.rows import ROOT, Kind, git, name_of, reference
-from night.wave import Run, Trainer, decide, revisions, run_of, settled, start_ray, table
+from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions
+from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
@@ -77,9 +76,9 @@ def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[
                 sizes = dict(zip(fields.get(name, ()), args, strict=False))
                 sizes |= {word.arg: word.value for word in keywords}
     lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items()}
-    knobs = [make_knob(name, node, lines, {}) for name, node in nodes.items() if node]
-    knobs += [make_knob(name, node, lines, values) for name, node in sizes.items()]
-    found = {knob.name: knob for knob in knobs if knob}
+    named = {name: (node, {}) for name, node in nodes.items() if node}
+    named |= {name: (node, values) for name, node in sizes.items()}
+    found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
     wanted = names or [name for name in found if name in SIZES or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
@@ -94,7 +93,7 @@ def number(node: ast.expr) -> float | None:
             return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def make_knob(name: str, node: ast.expr, lines: list[bytes], sizes: dict) -> Knob | None:
+def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
     """None unless it is a positive number. Its range is that of a comment `# [low, high]`, or else by kind."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or value < 0 or node.lineno != node.end_lineno:
@@ -143,36 +142,27 @@ def edit(source: bytes, values: dict[Knob, float]) -> bytes:
 # ----------------------------------------------------------------------------------------------------------- the search
 def tune(args: argparse.Namespace) -> None:
     """Searches the constants of the reference's train.py, a trial on each free GPU; prints the best ten."""
-    peak = peak_flops(args.gpu)
+    # A process of its own asks, so that this one takes no memory of a GPU
+    ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
+    peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
     if args.list:
-        kind = Kind([harness.gpu_name()], args.setting, prepare.dataset_id())
-        return print(*read_knobs(read_train(reference(kind)), peak, args.knobs), sep="\n")
-    try:
-        import optuna
-    except ImportError:
-        raise PrepareError("this needs Optuna: pip install -e '.[night]'") from None
+        source = read_train(reference(kind_here(args.setting)))
+        return print(*read_knobs(source, peak, args.knobs), sep="\n")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kind = start_ray(args)
-    Tuner(args, kind, peak).search()
+    Tuner(args, start_ray(args), peak).search()
 
 
-def peak_flops(gpu: str | None) -> float:
-    """Of the GPU whose size runs take. A process of its own asks, so that this one takes no memory of a GPU."""
-    if gpu:
-        return harness.named_gpu(gpu).peak_flops
-    code = "import harness; print(harness.this_gpu().peak_flops)"
-    return float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
-
-
-class Tuner:
+class Tuner(Trainer):
     """A study in runs/tune.db, with a trial for each commit. Killed and started again, it goes on."""
 
     def __init__(self, args: argparse.Namespace, kind: Kind, peak: float):
         import optuna
 
-        self.args, self.kind, self.peak = args, kind, peak
-        self.states, self.trainer, self.waiting = optuna.trial.TrialState, Trainer(args, kind), defaultdict(list)
-        self.branch = git("rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+        super().__init__(args, kind)
+        self.peak, self.states, self.waiting = peak, optuna.trial.TrialState, defaultdict(list)
+        self.branch = branch() or "HEAD"
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
         name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(sorted(args.knobs))])
@@ -185,14 +175,13 @@ class Tuner:
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
-        trainer = self.trainer
-        with trainer.at_work(0):
+        with self.at_work():
             while True:
-                while len(trainer.pending) < trainer.slots and (trial := self.next_trial()):
+                while len(self.pending) < self.slots and (trial := self.next_trial()):
                     self.start(trial)
-                if not trainer.pending:
+                if not self.pending:
                     break
-                for run, row in trainer.ended():
+                for run, row in self.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
                     edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
@@ -225,21 +214,21 @@ class Tuner:
         for knob in read_knobs(source, self.peak, self.args.knobs):
             value = knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log))
             values |= {knob: value} if value != knob.value else {}
-        run = run_of(*base, None)
+        run = run_of(*base)
         if values:
             most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
             text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
             subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
             text = edit(source, values)
             ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
-            run = run_of(commit_train(base[0], text, subject, ref), subject, None)
+            run = run_of(commit_train(base[0], text, subject, ref), subject)
         trial.set_user_attr("commit", run.commit)
         rows = [row for row in self.kind.rows() if name_of(row) == run[:2] and settled(row, self.kind, base[0])]
         if rows:
             return self.tell(trial, rows[-1])
         self.waiting[run].append(trial)
-        if run not in self.trainer.runs():
-            self.trainer.submit(run, base)
+        if run not in self.runs():
+            self.submit(run, base)
 
     def tell(self, trial, row: dict) -> None:
         if row["status"] == "crash":
@@ -253,6 +242,6 @@ class Tuner:
         rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
         best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
         best += [row for row in rows.values() if row["commit"] == self.base and row not in best]
-        print(f"\n{table({Run(*name_of(row), None): row for row in best}, self.base)}")
+        print(f"\n{table(best, self.base)}")
         if best and best[0]["commit"] != self.base:
             print("The best of many is partly lucky: before you keep it, train it with other seeds (docs/tune.md)")

@@ -2,18 +2,18 @@
 
 import argparse
 import atexit
+import functools
 import json
 import math
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from harness import Description, Label
 from night.clean import scratch_folder
 from night.live import Board
 from night.records import folder_name, new_folder
-from night.rows import ROOT, Kind, edit_log, git, good, name_of, reference, with_status
+from night.rows import ROOT, Kind, decide, git_bytes, good, grouped, name_of, reference, revisions, scores, with_error
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
@@ -52,37 +52,25 @@ class Run(NamedTuple):
 
 def wave(args: argparse.Namespace) -> None:
     """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
-    ideas, kind = revisions(args.revisions), start_ray(args)
-    (base,) = revisions([reference(kind)])
+    ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
+    (base,) = revisions([reference(trainer.kind)])
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
-    print(f"\n{table(train_all(runs, args, kind, base), base[0])}")
+    print(f"\n{table(trainer.train(runs, base), base[0])}")
 
 
-def run_of(commit: str, subject: str, seed: int | None) -> Run:
+def run_of(commit: str, subject: str, seed: int | None = None) -> Run:
     return Run(commit, harness.clean(Description(subject, seed)), seed)
 
 
-def revisions(names: list[str]) -> list[tuple[str, str]]:
-    """Their commits (7 digits) and subjects."""
-    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--")
-    lines = [line.partition(" ") for line in log.decode(errors="replace").rstrip("\n").split("\n")]
-    return [(commit[:7], subject) for commit, _, subject in lines]
-
-
-def table(rows: dict[Run, dict], base: str) -> str:
+def table(rows: list[dict], base: str) -> str:
     """A line for each revision and GPU: means over its seeds, standard errors where there are several, and the mean
     difference to the reference with the same seeds on the same GPU."""
-    groups, scores = defaultdict(list), defaultdict(dict)
-    for run, row in rows.items():
-        groups[row["gpu"], run.commit].append(row)
-        if row["status"] != "crash":
-            scores[row["gpu"], run.commit][run.seed] = row["val_bpb"]
-    lines = []
+    groups, lines = grouped(rows, lambda row: (row["gpu"], row["commit"])), []
     for (gpu, commit), group in groups.items():
-        own, other = scores[gpu, commit], scores[gpu, base]
-        change = with_error("+.6f", [own[seed] - other[seed] for seed in own if seed in other])
+        own, other = scores(group), scores(groups.get((gpu, base), []))
+        change = with_error([own[seed] - other[seed] for seed in own if seed in other], "+.6f", ".5f")
         change = "reference" if commit == base else change
-        bpb = with_error(".6f", own.values()) or "0.000000"
+        bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
         text = group[-1]["description"]
@@ -94,12 +82,6 @@ def table(rows: dict[Run, dict], base: str) -> str:
     if len({gpu for gpu, _ in groups}) > 1:
         head = f"UNLIKE GPUS: a row compares with those of its own GPU only\n{head}"
     return "\n".join([head, *(line for *_, line in sorted(lines))])
-
-
-def with_error(form: str, values: Collection[float]) -> str:
-    """Their mean and, if there are several, its standard error."""
-    error = f" +-{statistics.stdev(values) / math.sqrt(len(values)):.5f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{error}" if values else ""
 
 
 def start_ray(args: argparse.Namespace) -> Kind:
@@ -114,45 +96,21 @@ def start_ray(args: argparse.Namespace) -> Kind:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
     os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
-    args.folder, local = None, {}
+    args.folder, options = None, dict(address=args.address, log_to_driver=False, logging_level="ERROR")
     if not args.address:
         args.folder = scratch_folder()
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # after Ray's own end, as it comes before it
-        local = dict(include_dashboard=False, object_store_memory=10**8, num_cpus=len(os.sched_getaffinity(0)))
-        local["_temp_dir"] = args.folder
-    try:
-        import ray
-    except ImportError:
-        raise PrepareError("this needs Ray: pip install -e '.[night]'") from None
+        options |= dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
+        options["num_cpus"] = len(os.sched_getaffinity(0))
+    import ray
+
     # Ray cancels a run with SIGINT, which is ignored here, and so in its workers, if a script's `&` started this wave
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
-    ray.init(args.address or "local", log_to_driver=False, logging_level="ERROR", **local)
+    ray.init(**options)
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
-
-
-def train_all(runs: list[Run], args: argparse.Namespace, kind: Kind, base=("", "")) -> dict[Run, dict]:
-    """Has Ray train the runs that have no row of this kind, and logs their rows; returns the last row of each.
-
-    base: commit and subject of the reference. If interrupted, this ends all runs and this process.
-    """
-    done = set() if args.again else {name_of(row) for row in kind.rows() if settled(row, kind, base[0])}
-    runs = list(dict.fromkeys(runs))
-    todo = [run for run in runs if run[:2] not in done]
-    print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
-    trainer = Trainer(args, kind)
-    with trainer.at_work(len(todo)):
-        for run in todo:
-            trainer.submit(run, base)
-        while trainer.pending:
-            for run, row in trainer.ended():
-                if run.commit == base[0]:
-                    ended = set(runs) - {run, *trainer.runs()}
-                    decide({other[:2] for other in ended if other.seed == run.seed}, row, kind)
-    last = {name_of(row): row for row in kind.rows()}
-    return {run: last[run[:2]] for run in runs if run[:2] in last}
 
 
 def settled(row: dict, kind: Kind, base: str) -> bool:
@@ -162,12 +120,8 @@ def settled(row: dict, kind: Kind, base: str) -> bool:
     return not kind.report or Description.parse(row).test_bpb is not None
 
 
-class Interrupted(Exception):
-    """A signal has asked this process to end."""
-
-
 class Trainer:
-    """The runs that Ray has: `submit` hands it one, `ended` yields the rows of those that have ended.
+    """Has Ray train: `submit` hands it a run, `ended` yields the rows of those that have ended, `train` does both.
 
     slots: how many it trains at once; it queues others.
     """
@@ -175,7 +129,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, kind: Kind):
         import ray
 
-        self.args, self.kind, self.pending, self.records, self.archives = args, kind, {}, {}, {}
+        self.ray, self.args, self.kind = ray, args, kind
+        self.pending, self.records, self.stopped = {}, {}, []
+        self.archive = functools.lru_cache(8)(lambda commit: ray.put(git_bytes("archive", commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
         files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
@@ -192,43 +148,53 @@ class Trainer:
             max_retries=1,  # the run of a lost node goes to another node once
         )(run_in_checkout)
 
-    @contextmanager
-    def at_work(self, total: int) -> Iterator[None]:
-        """Shows what is at work. A signal ends all runs, and then this process with status 130."""
-        stopped = []
-        self.stopped = stopped
-        harness.handle_signals(lambda *_: stopped.append(True))
-        try:
-            with Board(total) as self.board:
-                yield
-        except Interrupted:
-            print("interrupted: the same command goes on")
-            self.cancel()
-            sys.exit(130)
+    def at_work(self, total: int = 0) -> Board:
+        """A context that shows what is at work, of so many runs in all; in it `ended` notices signals."""
+        harness.handle_signals(lambda *_: self.stopped.append(True))
+        self.board = Board(total)
+        return self.board
 
     def runs(self) -> list[Run]:
         return [run for run, _ in self.pending.values()]
 
+    def train(self, runs: list[Run], base=("", "")) -> list[dict]:
+        """Trains those that have no row of this kind; returns the last row of each.
+
+        base: commit and subject of the reference. If interrupted, this ends all runs and this process.
+        """
+        rows = [row for row in self.kind.rows() if settled(row, self.kind, base[0])]
+        done = set() if self.args.again else {name_of(row) for row in rows}
+        runs = list(dict.fromkeys(runs))
+        todo = [run for run in runs if run[:2] not in done]
+        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
+        with self.at_work(len(todo)):
+            for run in todo:
+                self.submit(run, base)
+            while self.pending:
+                for run, row in self.ended():
+                    if run.commit == base[0]:
+                        ended = set(runs) - {run, *self.runs()}
+                        decide({other[:2] for other in ended if other.seed == run.seed}, row, self.kind)
+        last = {name_of(row): row for row in self.kind.rows()}
+        return [last[run[:2]] for run in runs if run[:2] in last]
+
     def submit(self, run: Run, base: tuple[str, str]) -> None:
         """base: commit and subject of the revision that it has to beat."""
-        import ray
-
-        if run.commit not in self.archives:
-            self.archives[run.commit] = ray.put(git("archive", run.commit))
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        stream = self.task.remote(self.archives[run.commit], self.files, command, record, args.folder)
+        stream = self.task.remote(self.archive(run.commit), self.files, command, record, args.folder)
         self.pending[stream] = run, base
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
-        """Logs the rows of runs that have ended by now, or within half a second. Raises Interrupted after a signal."""
-        import ray
+        """Logs the rows of runs that have ended by now, or within half a second.
 
-        for stream in ray.wait(list(self.pending), timeout=0.5)[0] if self.pending else ():
+        After a signal, ends all runs and then this process with status 130.
+        """
+        for stream in self.ray.wait(list(self.pending), timeout=0.5)[0] if self.pending else ():
             event, (run, base) = next_event(stream), self.pending[stream]
             if isinstance(event, str):
-                self.board.print(f"start    {' '.join(run[:2])} on {event}")
+                print(f"start    {' '.join(run[:2])} on {event}")
                 self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
             elif isinstance(event, dict):
                 for name, news in event.items():
@@ -237,24 +203,17 @@ class Trainer:
             else:
                 del self.pending[stream]
                 self.records.pop(run, None)
-                if run.commit not in [other.commit for other in self.runs()]:
-                    del self.archives[run.commit]  # Ray's memory of a long night
                 row, text = log_row(run, self.kind, base, *event)
-                self.board.print(text)
+                print(text)
                 yield run, row
-        self.board.update(list(self.records.values()), len(self.pending))
+        self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:
-            raise Interrupted
-
-    def cancel(self) -> None:
-        """Ends all runs."""
-        import ray
-
-        for stream in self.pending:
-            ray.cancel(stream)
-        if self.pending:
-            streams = [stream.completed() for stream in self.pending]
-            ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
+            print("interrupted: the same command goes on")
+            for stream in self.pending:
+                self.ray.cancel(stream)
+            if streams := [stream.completed() for stream in self.pending]:
+                self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
+            sys.exit(130)
 
 
 def next_event(stream) -> str | dict | tuple:
@@ -280,27 +239,13 @@ def log_row(
     _, _, test_bpb, reason = Description.parse(row)
     gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
     same = [row for row in good(kind.rows(), base[0]) if name_of(row) == run_of(*base, run.seed)[:2]]
-    scores = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
-    to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *scores][-1]
+    others = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
+    to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *others][-1]
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
     line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
     return own | {"status": status}, "\n    ".join([line, *tail] if reason else [line])
-
-
-def decide(ideas: set[tuple[str, str]], reference: dict, kind: Kind) -> None:
-    """Moves the rows of ideas that ended before the reference behind its row, as `keep` if they are better."""
-    with edit_log() as lines:
-        rows = [harness.parse_row(line) for line in lines]
-        last = {name_of(row): i for i, row in enumerate(rows) if row and kind.holds(row)}
-        moved = {}
-        for i in sorted(last[name] for name in ideas & last.keys()):
-            if rows[i]["gpu"] == reference["gpu"] and rows[i]["status"] != "crash":
-                better = rows[i]["val_bpb"] < reference["val_bpb"]
-                moved[i] = with_status(lines[i], "keep") if better else lines[i]
-        *rest, end = [line for i, line in enumerate(lines) if i not in moved]
-        lines[:] = [*rest, *moved.values(), end]  # the log ends with a line break, so the last line is empty
 
 
 def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
@@ -311,10 +256,9 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it is a folder of one's own
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
-    task, able = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), []
-    tasks = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    answers = [task.remote(git("archive", "HEAD"), files, command) for task in tasks]
-    for node, answer in zip(nodes, answers, strict=True):
+    task, archive = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), git_bytes("archive", "HEAD")
+    able, on = [], [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
+    for node, answer in zip(nodes, [task.remote(archive, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), tuple):  # it has begun
             pass
         _, log, *reason = event
@@ -338,12 +282,12 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
     import ray
 
     context = ray.get_runtime_context()
-    env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {})}
     assigned = context.get_assigned_resources().get("CPU", 1)
     (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     usable = len(os.sched_getaffinity(0))  # Ray's count may be another, by a quota or by hand
     cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
-    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
+    threads = str(min(32, cores))  # Inductor's limit
+    env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {}), "TORCHINDUCTOR_COMPILE_THREADS": threads}
     if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
         del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
         if cores < usable:
@@ -356,12 +300,11 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             Path(folder, name).write_bytes(content)
         Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
-        sent, ended = defaultdict(int), False  # bytes of each file of the record
+        sent, code = defaultdict(int), None  # bytes of each file of the record
         try:
-            while not ended:
+            while code is None:
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(NEWS)
-                ended = child.poll() is not None
+                    code = child.wait(NEWS)
                 for path in Path(folder).glob("runs/*/*.*"):
                     with open(path, "rb") as file:
                         file.seek(sent[path])

@@ -142,22 +142,26 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         return head
 
     at(monkeypatch, clone.folder)
+    mixed = "0.1  # matrices\nDEPTH = 3\nclass Block:\n    width = 2\n    pass"  # most of its lines are in the class
     base = commit("base", 1.30)
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
     harness.log_result(val_bpb=1.31, description="base, seed 1", **row)
     for name, val_bpb, old, new in (
-        ("higher", 1.32, "0.1", "0.2"),
+        ("higher, seed 42", 1.32, "0.1", "0.2"),
         ("lower", 1.22, "0.1", "0.05"),
         ("wide", 1.29, "width = 2", "width = 9"),
+        ("mixed", 1.33, mixed, re.sub("1  #|2|pass", "9 #", mixed)),
+        ("deeper", 1.295, "DEPTH = 3", "DEPTH = 5"),
         ("both", 0.0, "DEPTH = 3", "DEPTH = 4"),
     ):
         commit(name, val_bpb, old, new)
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
-    assert "6 experiments with 5 commits; 2 kept, 1 crashed." in told, told
+    assert "8 experiments with 7 commits; 2 kept, 1 crashed." in told, told
     assert "A seed's standard deviation is 0.0071: `~` marks noise, for one seed below 0.0200." in told
-    assert "- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05" in told
-    assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)", told)
+    assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
+    assert "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05\n" in told
+    assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
     assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
     assert re.search(r"- 1.3050\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
     with pytest.raises(harness.PrepareError, match="no row, 60 s"):

@@ -23,7 +23,7 @@ import harness
 import prepare
 from harness import Description, Label
 from night import rows
-from night.__main__ import parse
+from night.__main__ import main, parse
 from night.plot import plot
 from night.rows import Kind, name_of, reference
 
@@ -357,8 +357,8 @@ def history(monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     commits = "".join(f"{letter * 40}\n" for letter in "dcba")
 
-    def git(what: str, *args: str) -> bytes:
-        return commits.encode() if what == "rev-list" else args[-1][0].replace("H", "d").encode() * 40
+    def git(what: str, *args: str) -> str:
+        return commits if what == "rev-list" else args[-1][0].replace("H", "d") * 40
 
     monkeypatch.setattr(rows, "git", git)
 
@@ -517,7 +517,7 @@ def test_options_in_the_documents_exist():
     """Each of train.py, prepare.py and night."""
     parsers = {"train": "harness.py", "prepare": "prepare.py", "night": "night/__main__.py"}
     sources = {name: (ROOT / file).read_text("utf-8") for name, file in parsers.items()}
-    known = {name: set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
+    known = {name: set(re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
     known["night"] |= known["train"]  # run passes them on
     for document in ("README.md", "program.md", "docs/waves.md", "docs/loop.md", "docs/tune.md", "colab.ipynb"):
         text = re.sub(r"\$\(.*\)|--\w+ '.*?'", "", (ROOT / document).read_text("utf-8"))  # other commands within
@@ -700,8 +700,9 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["night", "plot", "HEAD"])
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        plot()
+        main()
 
 
 def test_results_are_read_as_autoresearchs_analysis_notebook_reads_them(tmp_path):

@@ -153,7 +153,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 
     monkeypatch.setattr(harness, "RESULTS", clone.results)
     assert experiments() == night
-    assert seed_noise(LABEL, night[0]["dataset"])[0] == pytest.approx(NOISE, rel=0.8)
+    assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
     assert clone.run("python -m night reference --tokens 1500000").strip() == last
     assert Kind(["cpu"], ", 1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
 

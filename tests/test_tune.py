@@ -10,7 +10,7 @@ import harness
 from night.__main__ import parse
 from night.plot import plot
 from night.report import best_of
-from night.rows import arms
+from night.rows import arm, grouped
 from night.tune import edit, read_knobs
 from prepare import PrepareError
 
@@ -162,8 +162,8 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     }
     for text, bpb in ideas.items():
         harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), **row)
-    found = arms(harness.read_results())
-    assert {arm: len(rows) for arm, rows in found.items()} == {"agent": 1, "tpe": 2, "agent 2": 1, "random": 1}
+    found = grouped(harness.read_results(), arm)
+    assert {name: len(rows) for name, rows in found.items()} == {"agent": 1, "tpe": 2, "agent 2": 1, "random": 1}
     assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c, tune tpe: A 1 -> 3."
     plot()
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]

@@ -105,21 +105,21 @@ def listening(pids) -> set[str]:
 
 
 def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
-    def row(commit: str, seed: int | None, val_bpb: float, gpu: str = "A") -> tuple[Run, dict]:
+    def row(commit: str, seed: int | None, val_bpb: float, gpu: str = "A") -> dict:
         status = "keep" if val_bpb else "crash"
         text = f"{commit * 2}, seed {seed}" if seed else commit * 2
-        fields = dict(
+        return dict(
+            commit=commit,
             val_bpb=val_bpb,
             status=status,
             description=text + " [x]" * (not val_bpb),
             tokens_M=9.0 * bool(val_bpb),
             gpu=gpu,
         )
-        return Run(commit, text, seed), fields
 
     rows = [row("r", 1, 1.2), row("r", 2, 1.4), row("r", 3, 1.9), row("i", 1, 1.1), row("i", 2, 1.28), row("i", 3, 0.0)]
     rows += [row("j", 1, 1.0, "B"), row("k", None, 1.5)]
-    head, *lines = table(dict(rows), "r").splitlines()
+    head, *lines = table(rows, "r").splitlines()
     assert head.startswith("UNLIKE GPUS")
     lines = [re.sub(" {2,}", "|", line) for line in lines]
     assert lines[1:] == [
@@ -427,14 +427,14 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     ("revision", "remedy"),
     [
         ("no-such-branch", "Command .*'git', 'log'.* returned non-zero exit status"),
-        ("good", r"needs Ray: pip install -e '\.\[night\]'"),
+        ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "another wave or report of this clone is at work"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
-        (tmp_path / "bin" / "ray.py").write_text("raise ImportError")
+        (tmp_path / "bin" / "ray.py").write_text("raise ImportError('Ray')")
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
