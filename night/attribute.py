@@ -4,6 +4,7 @@ Each run says something about every change, so that 32 runs know the effect of e
 deviations of a seed, where leaving out one at a time would take 270. docs/keep_rules.md has the simulation behind it.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -108,12 +109,7 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     sizes = [file.count(b"\n") for file in files]
     changes = [Change(Description.parse(row).subject, sizes[i] - sizes[i - 1]) for i, row in enumerate(kept) if i]
 
-    def train(runs: list[tuple[str, int]]) -> np.ndarray:
-        """(runs, 2), val_bpb and test's of commits with seeds; NaN where a run has crashed."""
-        subjects = dict(revisions([commit for commit, _ in runs]))
-        rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
-        found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
-        return np.array(found, float)
+    train = functools.partial(score_runs, trainer)
 
     def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
@@ -130,6 +126,14 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
         lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
     return "\n".join([*lines, "", prune(files, kept[-1], changes, f"{night}-pruned", train)])
+
+
+def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
+    """(runs, 2), val_bpb and test's of commits with seeds; NaN where a run has crashed."""
+    subjects = dict(revisions([commit for commit, _ in runs]))
+    rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
+    found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
+    return np.array(found, float)
 
 
 def possible(files: list[bytes], wanted: list[int]) -> set[int]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -91,10 +92,16 @@ def last_change(folder: Path) -> float:
 
 
 def jump(points: list[Point]) -> float | None:
-    """Where, as a share of the run, the loss rises by more than JUMP from one point to the next after the first tenth;
-    else None. In a run of few steps a point is a single batch's loss, which jumps anyway."""
-    if len(points) >= 40:
-        for before, after in itertools.pairwise(points[len(points) // 10 :]):
-            if after.loss - before.loss > JUMP:
-                return after.step / points[-1].step
-    return None
+    """Where, as a share of the run, the loss rises most after the first tenth, if by more than JUMP; else None.
+
+    Medians of five points are compared, and three times what it usually moves from one point to the next is added to
+    JUMP: in a short run a point is the loss of a single batch.
+    """
+    if len(points) < 40:
+        return None
+    points = points[len(points) // 10 :]
+    losses = [point.loss for point in points]
+    usual = statistics.median(abs(b - a) for a, b in itertools.pairwise(losses))
+    middle = [statistics.median(losses[i : i + 5]) for i in range(len(losses) - 4)]
+    rise, i = max((middle[i] - middle[i - 5], i) for i in range(5, len(middle)))
+    return points[i].step / points[-1].step if rise > JUMP + 3 * usual else None

@@ -204,8 +204,10 @@ def keep(args: argparse.Namespace) -> None:
         rows = enumerate(map(harness.parse_row, lines))
         found = [i for i, row in rows if row and kind.holds(row) and good([row], commit)]
         if not found:
+            others = {", ".join(place(row)) for row in good(harness.read_results(), commit)}
+            has = f", but on {' and '.join(sorted(others))}: give that budget" if others else ": train it first"
             where = f"{kind.gpus[0]}{kind.setting}, {kind.dataset}"
-            raise PrepareError(f"results.tsv has no result of {commit} on {where}: train it first")
+            raise PrepareError(f"results.tsv has no result of {commit} on {where}{has}")
         for i in found if args.discard else found[-1:]:
             lines[i] = with_status(lines[i], status)
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")

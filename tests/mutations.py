@@ -914,7 +914,9 @@ SECTIONS = [
         ("float(number) * 1e6", "float(number)"),
         ("(?:e[+-]\\d+)?", ""),
         ('if not (folder / "summary.json").exists()', "if True"),
-        ("after.loss - before.loss > JUMP", "before.loss - after.loss > JUMP"),
+        ("middle[i] - middle[i - 5], i", "middle[i - 5] - middle[i], i"),
+        ("rise > JUMP + 3 * usual", "rise > JUMP"),
+        ("rise > JUMP + 3 * usual", "rise > 3 * usual"),
         ("after.step / points[-1].step", "after.step"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or leave_records"], [

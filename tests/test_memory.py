@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -51,6 +52,17 @@ def printed(capsys, function, **args) -> str:
     capsys.readouterr()
     function(argparse.Namespace(**args))
     return capsys.readouterr().out
+
+
+def test_a_jump_is_more_than_the_noise_of_single_batches_and_less_than_a_spike():
+    def found(jump: float, luck: float, seed: int = 1) -> float | None:
+        noise = random.Random(seed)
+        losses = [9 - i / 40 + jump * (i > 104) + noise.gauss(0, luck) for i in range(200)]
+        return records.jump([Point(float(i), 0.1 * i, 100.0 * i, loss, 0.1) for i, loss in enumerate(losses)])
+
+    assert [found(jump, 0.02) for jump in (0.0, 0.3, 0.7)] == [None, None, pytest.approx(105 / 199, abs=0.011)]
+    assert [found(0.0, 1.0, seed) for seed in range(50)].count(None) >= 49
+    assert found(6.0, 1.0) == pytest.approx(105 / 199, abs=0.02)
 
 
 def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone, monkeypatch, capsys):

@@ -396,7 +396,7 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
 
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
     history("b|1.3|keep|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
-    history("b|0|crash|A|d", "e|1.4|discard|A|d")
+    history("b|0|crash|A|d", "e|1.4|discard|A|d", "f|1.1|keep|A, 20 s|d")
     path = harness.RESULTS
     path.write_bytes(path.read_bytes() + b"\xff half a row")
     path.chmod(0o640)
@@ -417,7 +417,11 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
     assert changed("b", False) == {1: b"discard", 2: b"discard", 3: b"keep", 7: b"keep"}  # the last one
     assert path.stat().st_mode & 0o777 == 0o640
-    with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, d: train it first"):
+    with pytest.raises(prepare.PrepareError, match=r"no result of aaaaaaa on A, d: train it first"):
+        changed("a", False)
+    with pytest.raises(
+        prepare.PrepareError, match=r"no result of fffffff on A, d, but on A, 20 s, d: give that budget"
+    ):
         changed("f", False)
 
 

@@ -7,7 +7,6 @@ with the changes of a night, and prints the table of docs/ablations.md.
 The runs' commits are branches `ablation/*`, their rows go to results.tsv: call it in a clone of its own.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from night.__main__ import parse
-from night.attribute import Change, decide, score, train
+from night.attribute import Change, decide, score_runs
 from night.commits import commit_train, read_train
-from night.wave import start_ray
+from night.rows import commit_of
+from night.wave import Trainer, start_ray
 
 EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
     "3-grams": [("NGRAMS = (2, 3", "NGRAMS = (2")],
@@ -50,9 +50,9 @@ def without(text: str, names: list[str]) -> str:
 
 def main() -> None:
     args = parse(["wave", *sys.argv[1:]])
-    kind = start_ray(args)._replace(report=True)  # so that runs score the test split, too
-    (full,) = subprocess.check_output(["git", "rev-parse", "--short=7", "HEAD"], text=True).split()
-    text, names = read_train(full).decode(), list(EDITS)
+    trainer = Trainer(args, start_ray(args)._replace(report=True))  # so that runs score the test split, too
+    full, names = commit_of("HEAD"), list(EDITS)
+    text = read_train(full).decode()
 
     def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         runs = []
@@ -60,8 +60,7 @@ def main() -> None:
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
             runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + i))
-        rows = train(runs, args, kind)
-        return plan, np.array([score(rows, *run) for run in runs])
+        return plan, score_runs(trainer, runs)
 
     changes = [Change(name, 0) for name in names]
     decide(changes, measure, 0.0, 0)
