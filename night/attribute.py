@@ -157,8 +157,9 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     """Checks the file without what is not shown to help and, if that is worse, without what does harm; the first that
     is no worse becomes the branch `ref`. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
-    text = f"Of {len(changes)} kept changes {count['real'] + count['needed']} are real, {count['no evidence']} show "
-    text += f"nothing, {count['harmful']} do harm"
+    real, nothing, harmful = count["real"] + count["needed"], count["no evidence"], count["harmful"]
+    text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, {nothing} show{'s' * (nothing == 1)} "
+    text += f"nothing, {harmful} {'does' if harmful == 1 else 'do'} harm"
     margin = MARGIN * seed_noise(last)[0]
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]

@@ -159,7 +159,7 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
     ]
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
-    assert "Of 5 kept changes 3 are real, 1 show nothing, 1 do harm; without 2 of them the file is 2 lines" in output
+    assert "Of 5 kept changes 3 are real, 1 shows nothing, 1 does harm; without 2 of them the file is 2 lines" in output
     branch = clone.run("git branch --show-current").strip()
     pruned = clone.run(f"git show {branch}-pruned:train.py")
     assert pruned == text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
