@@ -158,8 +158,8 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     is no worse becomes the branch `ref`. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
     real, nothing, harmful = count["real"] + count["needed"], count["no evidence"], count["harmful"]
-    text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, {nothing} show{'s' * (nothing == 1)} "
-    text += f"nothing, {harmful} {'does' if harmful == 1 else 'do'} harm"
+    text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, "
+    text += f"{nothing} show{'s' * (nothing == 1)} nothing, {harmful} {'does' if harmful == 1 else 'do'} harm"
     margin = MARGIN * seed_noise(last)[0]
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
