@@ -1,7 +1,7 @@
 """Which of the kept changes are real? Trains the last kept train.py without half of them at a time, with new seeds.
 
 Each run says something about every change, so that 32 runs know the effect of each of 16 changes to 0.35 standard
-deviations of a seed, where leaving out one at a time would take 270. docs/keep_rules.md has the simulation behind it.
+deviations of a seed, where leaving out one at a time would take 200. docs/keep_rules.md has the simulation behind it.
 """
 
 import functools

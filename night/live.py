@@ -2,8 +2,11 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import harness
+import prepare
 from night.records import budget, curve, running
 
 
@@ -40,6 +43,13 @@ class Board:
         self.live.update(text, refresh=True) if self.live else print(text)
 
 
+def wave_at_work() -> bool:
+    """Whether a wave, tune, loop or report of this clone holds its lock."""
+    with suppress(FileNotFoundError), open(harness.RESULTS.with_name("results.tsv.wave"), "rb") as file:
+        return not prepare.lock(file, patience=0)
+    return False
+
+
 def line(folder: Path) -> str:
     """A run's name, share of its budget, step, loss, speed and seconds left."""
     points = curve(folder)
@@ -52,10 +62,11 @@ def line(folder: Path) -> str:
 
 
 def watch(_=None) -> None:
-    """Shows the runs at work in this clone until there is none."""
+    """Shows the runs at work in this clone until there is none, and no wave that may start more."""
     with Board() as board:
         board.shown = 0.0  # at once
-        while records := running():
-            board.update(records)
+        while (records := running()) or wave_at_work():
+            if records:
+                board.update(records)
             time.sleep(0.5)
     print("no run is at work in this clone")

@@ -305,6 +305,8 @@ class Loop(Trainer):
         if git("merge-base", head, commit) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed: a merge with the kept train.py
+            if read_train(head) != read_train(git("merge-base", head, commit)):
+                print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
 
     def end_agents(self) -> None:

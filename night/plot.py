@@ -112,7 +112,7 @@ def plot_curves(revisions: list[str]) -> None:
             left.plot(seconds, mean, lw=1, label=label)
             right.plot(tokens / 1e6, mean, lw=1)
     if not left.lines:
-        raise PrepareError(f"no record in runs/ of {' '.join(commits)}: only `python -m night` writes them")
+        raise PrepareError(f"no row of {' '.join(commits)} has a record in runs/: only `python -m night` writes them")
     losses = [line.get_ydata() for line in left.lines]
     bottom, top = min(loss.min() for loss in losses), max(loss[len(loss) // 10] for loss in losses)
     left.set(xlabel="seconds", ylabel="loss, nats per token", ylim=(bottom - 0.05, top + 0.05))

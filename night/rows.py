@@ -126,12 +126,19 @@ def git(*args: str, **options) -> str:
 
 def commit_of(revision: str) -> str:
     """Its 7 digits."""
-    return git("rev-parse", "--verify", f"{revision}^{{commit}}")[:7]
+    try:
+        return git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")[:7]
+    except subprocess.CalledProcessError:
+        raise PrepareError(f"there is no commit {revision}") from None
 
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """Their commits (7 digits) and subjects."""
-    log = git("log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--")
+    try:
+        options = ["--no-walk=unsorted", "--no-show-signature", "--format=%H %s"]
+        log = git("log", *options, *names, "--", stderr=subprocess.DEVNULL)
+    except subprocess.CalledProcessError:
+        raise PrepareError(f"{' '.join(names)}: there are no such commits") from None
     return [(line[:7], line[41:]) for line in log.split("\n")]
 
 

@@ -45,7 +45,9 @@ def about_night(rows: list[dict]) -> str:
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
     if sd:
         lines.append(f"A seed's standard deviation is {sd:.4f}: `~` marks noise, for one seed below {noise(sd):.4f}.")
-    lines.append("A number is the change of val_bpb that an edit made; negative is better. `*` is kept.\n")
+    lines.append(
+        "A number with a sign is the change of val_bpb that an edit made, one without is the score. `*` is kept.\n"
+    )
     families = grouped([idea for idea in found if idea.status != "crash"], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), sd) for name in knobs]
@@ -65,11 +67,11 @@ def knob(name: str, group: list[Idea], sd: float) -> str:
 
 def gain(idea: Idea, sd: float) -> str:
     """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
-    mark = "*" if idea.status == "keep" else ""
+    mark = "*" * (idea.status == "keep")
     if not idea.changes:
         return f"{idea.score:.4f}{mark}"
-    near = "~" if abs(idea.change) < noise(sd, len(idea.changes)) else ""
-    return with_error(idea.changes, "+.4f", ".4f") + (mark or near)
+    near = "~" * (abs(idea.change) < noise(sd, len(idea.changes)))
+    return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
 def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:

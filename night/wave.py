@@ -91,7 +91,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
     """
     args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
-        raise PrepareError("another wave or report of this clone is at work: wait for it, or end it first")
+        raise PrepareError("another wave, tune, loop or report of this clone is at work: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
@@ -211,6 +211,8 @@ class Trainer:
             print("interrupted: the same command goes on")
             for stream in self.pending:
                 self.ray.cancel(stream)
+            for folder in self.records.values():
+                (folder / "summary.json").write_text('{"reason": "interrupted"}')  # so that it counts as ended
             if streams := [stream.completed() for stream in self.pending]:
                 self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
             sys.exit(130)
@@ -293,7 +295,8 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
         if cores < usable:
             env["OMP_NUM_THREADS"] = str(cores)
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
-    with tempfile.TemporaryDirectory(prefix="night-", dir=folder) as folder, open(f"{folder}/run.log", "w") as log:
+    own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` knows it by this process
+    with own as folder, open(f"{folder}/run.log", "w") as log:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)

@@ -82,12 +82,12 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         assert wave.poll() is None, wave.stdout.read()
     while len(clone.rows()) < 4:  # two of the reference, from before
         time.sleep(0.05)
-    assert records.running() == [folder]
+    assert records.running() == [folder] and live.wave_at_work()
     line = live.line(folder)
     assert line.startswith(folder.name) and "100%, step 40, loss 2.0000, 150,000 tok/s, 0 s left" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
-    assert clone.all_gone(20, runs=True)
+    assert clone.all_gone(20, runs=True) and not live.wave_at_work()
     assert {path.name for path in records.RUNS.iterdir()} == {
         *(f"{commit}-42-1.5M" for commit in names),
         f"{base}-42-1.5M.2",
@@ -103,9 +103,11 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
     told = printed(capsys, plot.plot, revisions=["base", "jumps"])
     assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
-    with pytest.raises(harness.PrepareError, match="no record in runs/"):
+    with pytest.raises(harness.PrepareError, match=r"no row of .* has a record in runs/"):
         shutil.rmtree(records.RUNS)
         plot.plot(argparse.Namespace(revisions=["base"]))
+    with pytest.raises(harness.PrepareError, match="there is no commit basis"):
+        plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
@@ -187,6 +189,7 @@ def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, caps
     assert "133 experiments with 131 commits; 16 kept, 11 crashed." in told
     if subprocess.run(["git", "cat-file", "-e", "1164dca"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("a shallow clone does not have the commits of that night")
+    assert "- ADAM_BETAS: (0.8, 0.95) -> (0.8, 0.98) -0.0002~*; best" in told, "kept, but noise"
     assert "- NGRAM_LR: 0.4 -> 0.6 +0.0008~, 0.4 -> 0.25 +0.0008~; best 0.4" in told
     assert re.search(r"## NGramEmbedding\n- .*third table of n-grams", told)
 

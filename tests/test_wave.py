@@ -195,6 +195,7 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     wave.send_signal(signal.SIGINT)
     clone.finish(wave, code=130, timeout=20)
     assert not clone.processes() and not folder.exists()
+    assert all((record / "summary.json").exists() for record in clone.folder.glob("runs/*/curve.tsv"))
     before = clone.rows()
     assert 3 <= len(before) < 7
 
@@ -426,9 +427,9 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
 @pytest.mark.parametrize(
     ("revision", "remedy"),
     [
-        ("no-such-branch", "Command .*'git', 'log'.* returned non-zero exit status"),
+        ("no-such-branch", "no-such-branch: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
-        ("good", "another wave or report of this clone is at work"),
+        ("good", "another wave, tune, loop or report of this clone is at work"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):

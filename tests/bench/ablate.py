@@ -1,6 +1,6 @@
 """
 What is each mechanism of train.py worth? Trains it without half of them at a time, as `night report --attribute` does
-with the changes of a night, and prints the table of docs/ablations.md.
+with the changes of a night, and prints the effects in docs/ablations.md.
 
     python tests/bench/ablate.py --gpu T4 --tokens 62400000 --per-gpu 6    # options as `night wave` takes them
 
