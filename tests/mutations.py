@@ -907,7 +907,7 @@ SECTIONS = [
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
         ("harness.SEED if parts.seed is None else parts.seed", "parts.seed"),
     ]),
-    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean"], [
+    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
         ("harness.SEED if seed is None else seed", "seed"),
         ("folder.name[len(name) + 1 :] or 1), reverse=True)", "folder.name[len(name) + 1 :] or 1))"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
@@ -917,7 +917,7 @@ SECTIONS = [
         ("middle[i] - middle[i - 5], i", "middle[i - 5] - middle[i], i"),
         ("rise > JUMP + 3 * usual", "rise > JUMP"),
         ("rise > JUMP + 3 * usual", "rise > 3 * usual"),
-        ("after.step / points[-1].step", "after.step"),
+        ("return points[i].step / points[-1].step if", "return points[i].step if"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or leave_records"], [
         ("if self.values and self.values.keys() == self.places.keys()", "if self.values"),
@@ -946,6 +946,8 @@ SECTIONS = [
         ("not in kept]", "in kept]"),
     ]),
     ("What runs", "night/live.py", ["test_memory.py", "-k", "leave_records"], [
+        ("return not prepare.lock(file, patience=0)", "return prepare.lock(file, patience=0)"),
+        ("return not prepare.lock(file, patience=0)", "return False"),
         ("last.seconds * (1 / share - 1)", "last.seconds / share"),
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
