@@ -728,7 +728,7 @@ SECTIONS = [
         ('Path(night_record()["row"]).write_text(line, "utf-8")', "pass"),
         ('if "commit" in record:', "if False:"),
     ]),
-    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or outlives or whatever_changes"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or whatever_changes"], [
         ("self.dataset = args.setting, prepare.dataset_id()", "self.dataset = args.setting, None"),
         ("self.needed and not os.fstat", "self.needed and os.fstat"),
         ("not os.fstat(self.copy).st_size", "not [row for row in harness.read_results() if row['commit'] == self.record['commit']]"),
