@@ -82,18 +82,15 @@ def main() -> None:
         for capability in CAPABILITIES:
             dtype = "bf16" if capability >= 80 else "fp16"
             own = {"TANH_UNIT": dtype == "bf16"} if name == "_cross_entropy_kernel" else {}
-            row = compile_variant(name, types, constants | own, warps, capability, dtype)
+            variant = {
+                "kernel": name,
+                "types": " ".join(map(str, types)),
+                **constants,
+                "sm": capability,
+                "dtype": dtype,
+            }
             print(
-                json.dumps(
-                    {
-                        "kernel": name,
-                        "types": " ".join(map(str, types)),
-                        **constants,
-                        "sm": capability,
-                        "dtype": dtype,
-                        **row,
-                    }
-                ),
+                json.dumps(variant | compile_variant(name, types, constants | own, warps, capability, dtype)),
                 flush=True,
             )
 

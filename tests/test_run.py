@@ -23,7 +23,7 @@ import torch
 import torch._dynamo.testing
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_corpus import ROOT
+from small_corpus import FILES, ROOT, copy_files
 from warm_python import Warm
 
 import harness
@@ -74,9 +74,6 @@ NO_GPU = {name: value for name, value in os.environ.items() if name != "TRITON_I
 }
 
 
-FILES = ("train.py", "prepare.py", "harness.py", "kernels.py")
-
-
 class Run:
     """A run of train.py, begun or ended."""
 
@@ -115,13 +112,11 @@ class Run:
 
 
 class Clone:
-    """The four files in a folder of their own, where runs leave their rows and weights."""
+    """The programs in a folder of their own, where runs leave their rows and weights."""
 
     def __init__(self, folder: Path, cache: Path, warm: Warm):
         self.folder, self.cache, self.warm = folder, cache, warm
-        folder.mkdir()
-        for name in FILES:
-            shutil.copy(ROOT / name, folder)
+        copy_files(folder)
         self.git("init", "-q")
         self.git("add", ".")
         self.commit("baseline")
@@ -176,7 +171,7 @@ class Clone:
 
     @property
     def left_over(self) -> set[str]:
-        expected = {*FILES, "results.tsv", ".dataset", "__pycache__", ".git"}
+        expected = {*(name.split("/")[0] for name in FILES), "results.tsv", ".dataset", "__pycache__", ".git"}
         return {path.name for path in self.folder.iterdir()} - expected
 
 
@@ -436,7 +431,7 @@ PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evalua
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, [2, 15, 2], strict=True)])
+@pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, [*SIGNALS, signal.SIGINT], strict=True)])
 def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number):
     """The run never leaves the phase, and is interrupted within half a second."""
     run = clone.start(edit=f"forever({PHASES[phase]})")

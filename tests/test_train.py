@@ -109,11 +109,11 @@ def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
 
 
 @pytest.mark.parametrize("config", [config for _, config in train.SIZES], ids=str)
-def test_sizes_divide(config):
-    assert config.n_embd % config.head_dim == 0
+def test_sizes_that_ship_divide(config):
+    """Most of what does not is refused, but only on the GPU that takes this size."""
     assert config.total_batch_size % (config.device_batch_size * config.seq_len) == 0
-    assert config.seq_len % config.window == 0, "SDPA cuts whole pieces"
-    assert 1 <= config.full_heads <= config.n_embd // config.head_dim
+    assert config.n_embd % config.head_dim == config.seq_len % config.window == 0
+    assert config.full_heads <= config.n_embd // config.head_dim
     assert config.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
@@ -451,20 +451,6 @@ def test_a_scaler_must_not_unscale():
     scaler.unscale_(optimizer)
     with pytest.raises(AssertionError, match="leave out scaler"):
         scaler.step(optimizer)
-
-
-def test_ngrams_tell_successions_of_tokens_apart():
-    rows = 4096
-    for n in train.NGRAMS:
-        table = train.NGramEmbedding(n, rows, 1, torch.float32)
-        table.weight.data = torch.arange(rows, dtype=torch.float32)[:, None]  # so that it says which row it takes
-        idx = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(n))
-        took = table(idx).flatten()
-        # As many different rows as throwing 2048 balls at random into 4096 bins fills: 1612 +- 21
-        assert 1500 < took.unique().numel() < 1700
-        idx[1:, 100 : 100 + n] = idx[0, 100 : 100 + n]  # the same n tokens, whatever stands before them
-        assert table(idx)[:, 99 + n].unique().numel() == 1
-        assert table(idx)[:, 98 + n].unique().numel() > 1
 
 
 def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
