@@ -707,14 +707,14 @@ SECTIONS = [
         ("if not lock(file, patience=60):", "if False:"),
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
         ('f"{text} [{self.reason}]" if self.reason', "text if self.reason"),
+        ('reason.translate(str.maketrans("[]", "()"))', "reason"),
     ]),
     ("The log", "harness.py", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes or brackets"], [
+    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes"], [
         ('" (train.py differs)" * dirty', '""'),
-        ('reason.translate(str.maketrans("[]", "()"))', "reason"),
         ('if rows and (last := rows[-1]["dataset"]) != dataset:', 'if rows and (last := rows[-1]["dataset"]):'),
         ("if path.exists() and os.path.samestat(", "if path.exists() or os.path.samestat("),
         ("[\\d.e+-]+ (?:M tokens", "[\\d.]+ (?:M tokens"),

@@ -25,7 +25,7 @@ from harness import Description, Label
 from night import rows
 from night.__main__ import parse
 from night.plot import plot
-from night.rows import Kind, name_of, reference
+from night.rows import Kind, reference
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
@@ -310,14 +310,6 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
     assert {row["dataset"].partition("-")[0] for row in night.rows()} == {own.partition("@")[0]}
     night.experiment("d", "os.rename('results.tsv', 'results.tsv.old')\n    val_bpb = 1.2")
     assert [(row["description"], row["status"]) for row in night.rows()] == [("d", "keep")]
-
-
-def test_brackets_in_the_reason_of_a_crash_leave_its_run_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    where = dict(val_bpb=0.0, memory_gb=0.0, gpu="g", dataset="d", commit="abc")
-    harness.log_result(description="idea [2]", reason="norms [nan, 1.0] at step 5", **where)
-    (row,) = harness.read_results()
-    assert name_of(row) == ("abc", "idea [2]") and row["description"].endswith("[norms (nan, 1.0) at step 5]")
 
 
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
