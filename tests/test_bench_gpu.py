@@ -27,7 +27,6 @@ def test_the_published_port_takes_what_it_took():
     "depth, n_embd, experts, per_token, tokens_per_sec, memory_gb",
     [
         (9, 640, 0, 1, 1.224e6, 41.4),
-        (12, 512, 32, 2, 1.007e6, 52.4),
         (8, 768, 32, 2, 0.819e6, 59.1),
     ],
 )
@@ -107,9 +106,8 @@ def test_each_gpu_runs_its_own_numerics():
         return model.dtype, model.attention, bool(windows), "flash_forward" in recorder.ops
 
     assert dtypes_and_ops("V100", True) == (torch.float16, "sdpa", False, False)
-    assert dtypes_and_ops("RTX3090", True) == (torch.bfloat16, "fa2", True, True)
-    assert dtypes_and_ops("H100", True) == (torch.bfloat16, "fa3", True, True)
     assert dtypes_and_ops("H100", False) == (torch.bfloat16, "fa2", True, True)
+    assert dtypes_and_ops("H100", True) == (torch.bfloat16, "fa3", True, True)
 
 
 def test_a_model_that_is_too_large_gets_a_smaller_device_batch(monkeypatch):

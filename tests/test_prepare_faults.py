@@ -461,7 +461,7 @@ def fuzz_results(folder: Path, data) -> None:
 
 
 @pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
     fuzz(fuzzed, data)

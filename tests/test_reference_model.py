@@ -105,10 +105,9 @@ def test_logits_and_gradients_are_those_of_the_formulas(attention, layers, monke
 
 
 @pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 1), (4, 2), (3, 3)])  # blocks of 3, 1, 3 and 6 rows
-@pytest.mark.parametrize("layers", LAYERS)
-def test_logits_and_gradients_of_experts_are_those_of_the_formulas(layers, experts, per_token, monkeypatch):
+def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_token, monkeypatch):
     """So no token is dropped, however uneven the load."""
-    model = build(layers, monkeypatch, experts=(experts, per_token))
+    model = build("some heads see all", monkeypatch, experts=(experts, per_token))
     assert_agrees(model, 1e-4)
     loads = torch.stack([block.experts.load for block in model.blocks]) / 2  # of two forwards
     even = per_token * 2 * T / experts
