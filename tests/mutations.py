@@ -445,7 +445,6 @@ SECTIONS = [
         ('write_record("summary.json", json.dumps(numbers | row', 'write_record("summary.json", json.dumps(summary | row'),
         ("json.dumps(numbers | row, indent", "json.dumps({k: as_number(v) for k, v in (summary | row).items()}, indent"),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
-        ("suppress(KeyError, OSError), open(", "suppress(KeyError), open("),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
     ]),
     ("The record of a run", "train.py", ["test_run.py", "-k", "folder_of_its_record"], [

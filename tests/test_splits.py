@@ -426,7 +426,7 @@ def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path):
     first = run(ours, "--num-shards", 2)
     assert first.startswith("ready: climbmix-")
     others = [run(theirs, "--data", "climbmix", "--num-shards", 1), run(theirs, "--data", folder)]
-    assert run(ours) == first not in others and run(theirs) == others[1]
+    assert run(ours) == first not in others and run(theirs) == run(theirs, "--data", folder) == others[1]
     shutil.copytree(theirs, tmp_path / "new")
     (tmp_path / "new" / ".dataset").unlink()
     assert run(tmp_path / "new", "--verify") == others[1]  # the one prepared last, before it has its own
