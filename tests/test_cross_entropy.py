@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_model import relative_error as error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -72,11 +73,6 @@ def in_float64(
 ):
     function = functools.partial(with_z_loss, function=eager) if of is with_z_loss else eager
     return gradients(function, x.double(), weight.to(x.dtype).double(), targets, factor, **options)
-
-
-def error(value: Tensor, reference: Tensor) -> float:
-    """Relative, in the Euclidean norm."""
-    return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-300)).item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import reference_model as reference
 import torch
 import torch.nn.functional as F
+from reference_model import relative_error
 
 import train
 from train import Layer
@@ -67,10 +68,6 @@ def reference_logits(model, weights, x) -> torch.Tensor:
     sliding = model.attention != "sdpa"
     of = reference.Model(train.layers(CONFIG), CONFIG.head_dim, sliding, train.ROPE_BASE, train.SOFTCAP)
     return torch.stack([reference.logits(of, weights, row.tolist()) for row in x])
-
-
-def relative_error(value, expected) -> float:
-    return ((value.double() - expected).norm() / expected.norm()).item()
 
 
 def assert_agrees(model, tolerance: float) -> None:
