@@ -175,7 +175,6 @@ FAULTS = {
     "is silent": http_faults.silence,
     "resets": http_faults.reset,
     "500": http_faults.status(500),
-    "503": http_faults.status(503),
     "429": http_faults.status(429, Retry_After="7"),
     "announces less": http_faults.announce_less,
     "announces more": http_faults.announce_more,
