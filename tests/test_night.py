@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from small_corpus import FILES, ROOT, WORDS
+from small_corpus import ROOT, WORDS, copy_files
 
 import harness
 import prepare
@@ -73,9 +73,9 @@ class Night:
 
     def __init__(self, folder: Path, cache: Path):
         self.folder, self.log = folder, folder / "run.log"
+        copy_files(folder)
         binaries = folder.with_name("bin")  # `python` is the one that runs the tests, but `import torch` takes no time
         for path, text in {
-            **{folder / name: (ROOT / name).read_text("utf-8") for name in FILES},
             folder / "results.tsv": HEADER + OLD,
             folder / ".gitignore": (ROOT / ".gitignore").read_text("utf-8"),
             folder / "train.py": STUB.replace("BODY", "val_bpb = 1.3"),

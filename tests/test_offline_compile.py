@@ -82,17 +82,9 @@ def main() -> None:
         for capability in CAPABILITIES:
             dtype = "bf16" if capability >= 80 else "fp16"
             own = {"TANH_UNIT": dtype == "bf16"} if name == "_cross_entropy_kernel" else {}
-            variant = {
-                "kernel": name,
-                "types": " ".join(map(str, types)),
-                **constants,
-                "sm": capability,
-                "dtype": dtype,
-            }
-            print(
-                json.dumps(variant | compile_variant(name, types, constants | own, warps, capability, dtype)),
-                flush=True,
-            )
+            variant = dict(kernel=name, types=" ".join(map(str, types)), sm=capability, dtype=dtype) | constants
+            row = compile_variant(name, types, constants | own, warps, capability, dtype)
+            print(json.dumps(variant | row), flush=True)
 
 
 @pytest.fixture(scope="module")
