@@ -445,7 +445,6 @@ SECTIONS = [
         ('write_record("summary.json", json.dumps(numbers | row', 'write_record("summary.json", json.dumps(summary | row'),
         ("json.dumps(numbers | row, indent", "json.dumps({k: as_number(v) for k, v in (summary | row).items()}, indent"),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
-        ("suppress(KeyError, OSError), open(", "suppress(KeyError), open("),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
     ]),
     ("The record of a run", "train.py", ["test_run.py", "-k", "folder_of_its_record"], [
@@ -707,14 +706,14 @@ SECTIONS = [
         ("if not lock(file, patience=60):", "if False:"),
         ('f"{val_bpb:.6f}", f"{memory_gb:.1f}"', 'f"{val_bpb:.4f}", f"{memory_gb:.1f}"'),
         ('f"{text} [{self.reason}]" if self.reason', "text if self.reason"),
+        ('reason.translate(str.maketrans("[]", "()"))', "reason"),
     ]),
     ("The log", "harness.py", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes or brackets"], [
+    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes"], [
         ('" (train.py differs)" * dirty', '""'),
-        ('reason.translate(str.maketrans("[]", "()"))', "reason"),
         ('if rows and (last := rows[-1]["dataset"]) != dataset:', 'if rows and (last := rows[-1]["dataset"]):'),
         ("if path.exists() and os.path.samestat(", "if path.exists() or os.path.samestat("),
         ("[\\d.e+-]+ (?:M tokens", "[\\d.]+ (?:M tokens"),
@@ -728,7 +727,7 @@ SECTIONS = [
         ('Path(night_record()["row"]).write_text(line, "utf-8")', "pass"),
         ('if "commit" in record:', "if False:"),
     ]),
-    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or outlives or whatever_changes"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or whatever_changes"], [
         ("self.dataset = args.setting, prepare.dataset_id()", "self.dataset = args.setting, None"),
         ("self.needed and not os.fstat", "self.needed and os.fstat"),
         ("not os.fstat(self.copy).st_size", "not [row for row in harness.read_results() if row['commit'] == self.record['commit']]"),

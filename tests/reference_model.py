@@ -33,6 +33,11 @@ class Model:
     softcap: float
 
 
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """In the Euclidean norm."""
+    return ((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)).item()
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 

@@ -103,9 +103,7 @@ def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
     assert harness.gpu_name() == "cpu"
 
 
-def test_an_unknown_name_and_an_amd_gpu_are_refused_with_what_runs(machine, monkeypatch):
-    with pytest.raises(prepare.PrepareError, match=r"--gpu T5 is unknown.*T4.*cpu"):
-        harness.pick_gpu("T5")
+def test_an_amd_gpu_is_refused_with_what_runs(machine, monkeypatch):
     machine("AMD Instinct MI300X", (9, 4), 304, 2100)
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(prepare.PrepareError, match="only --gpu cpu runs"):

