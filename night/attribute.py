@@ -72,8 +72,8 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
 
 
 def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
-    """Least squares over all runs. `real` and `harmful` by one-sided t tests; `needed` if every run without it crashed;
-    `open` if it seems to help."""
+    """Least squares over all runs. `real` and `harmful` by one-sided t tests on val; what is real has to help on test,
+    too, whose text no experiment has seen. `needed`: every run without it crashed. `open`: it seems to help."""
     from scipy import stats
 
     fine = ~np.isnan(scores[:, 0])
@@ -95,7 +95,8 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
     real, harmful = (stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL for p in chances)
     for i, (val, test), error, helps, harms in zip(tested, effects, errors, real, harmful, strict=True):
         changes[i].val, changes[i].test, changes[i].error = val, test, error
-        changes[i].verdict = "real" if helps else "harmful" if harms else "open" if val > 0 else "no evidence"
+        real = helps and test > 0
+        changes[i].verdict = "real" if real else "harmful" if harms else "open" if val > 0 else "no evidence"
 
 
 def attribute(kept: list[dict], trainer: Trainer) -> str:

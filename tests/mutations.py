@@ -956,6 +956,7 @@ SECTIONS = [
         ("halves(len(chosen)) ^ bool(again)", "halves(len(chosen))"),
         ("math.log2(count + 5)", "math.log2(count + 1)"),
         ("for sign in (1, -1)]", "for sign in (-1, 1)]"),
+        ("helps and test > 0", "helps"),
         ("+ sd**2 * freedom", ""),
         ("squares / freedom *", "squares *"),
         ("stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL", "np.array(p) < LEVEL"),

@@ -87,6 +87,16 @@ def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_j
         decide([Change("a", 1)], lambda plan, _: (plan, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 
+def test_what_helps_on_val_alone_is_not_real():
+    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        noise = np.random.default_rng(first).normal(0, 1e-4, (len(plan), 2))
+        return plan, plan @ np.array([[0.01, -0.01], [0.01, 0.01]]) + noise
+
+    changes = [Change("val", 1), Change("both", 1)]
+    decide(changes, measure, 0.0, 0)
+    assert [change.verdict for change in changes] == ["no evidence", "real"]
+
+
 def test_each_run_leaves_out_half_of_the_changes_and_any_two_together_a_quarter_of_them():
     for count in (1, 5, 16, 27):
         plan = halves(count)
