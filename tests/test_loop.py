@@ -234,6 +234,16 @@ def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):
     assert loop.run("git rev-parse HEAD").startswith(both["commit"])
 
 
+def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):
+    """As if the loop had been killed between the two."""
+    loop.finish(loop.loop("A", args=["--runs=1"]))
+    rows, path = loop.rows(), loop.folder / "runs" / "proposals" / "1" / "verdict.txt"
+    verdict = path.read_text()
+    path.write_text(f"trains as {rows[-1]['commit']}\n")
+    loop.finish(loop.loop("A", args=["--runs=1"]))
+    assert loop.rows() == rows and path.read_text() == verdict and verdict.startswith("keep: ")
+
+
 def test_a_killed_loop_takes_its_agents_along(loop):
     night = loop.loop("hang", args=["--agent-limit=99"])
     while not loop.calls.exists():
