@@ -167,7 +167,7 @@ class Night:
         if not (self.folder / "results.tsv").exists():
             return []
         header, *lines = (self.folder / "results.tsv").read_text("utf-8").split("\n")[:-1]
-        rows = harness.read_results(self.folder / "results.tsv")
+        rows = [row for row in map(harness.parse_row, lines) if row]  # of one look: runs go on writing
         assert header + "\n" == HEADER and len(rows) == len(lines)
         return rows
 
