@@ -43,9 +43,13 @@ class Board:
         self.live.update(text, refresh=True) if self.live else print(text)
 
 
+def wave_lock() -> Path:
+    """The file that a wave, tune, loop or report of this clone keeps locked."""
+    return harness.RESULTS.with_name("results.tsv.wave")
+
+
 def wave_at_work() -> bool:
-    """Whether a wave, tune, loop or report of this clone holds its lock."""
-    with suppress(FileNotFoundError), open(harness.RESULTS.with_name("results.tsv.wave"), "rb") as file:
+    with suppress(FileNotFoundError), open(wave_lock(), "rb") as file:
         return not prepare.lock(file, patience=0)
     return False
 

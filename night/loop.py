@@ -302,10 +302,10 @@ class Loop(Trainer):
             git("checkout", "-q", commit, "--", "train.py")
         else:
             print("train.py has changes that are not committed: the branch moves, the file stays")
-        if git("merge-base", head, commit) == head:
+        if (shared := git("merge-base", head, commit)) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed: a merge with the kept train.py
-            if read_train(head) != read_train(git("merge-base", head, commit)):
+            if read_train(head) != read_train(shared):
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
 

@@ -21,7 +21,7 @@ import harness
 import prepare
 from harness import Description, Label
 from night.clean import scratch_folder
-from night.live import Board
+from night.live import Board, wave_lock
 from night.records import folder_name, new_folder
 from night.rows import ROOT, Kind, decide, git_bytes, good, grouped, name_of, reference, revisions, scores, with_error
 from night.run import PATIENCE, train_options
@@ -89,7 +89,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
 
     Returns the kind of rows that runs get here. The first of its gpus is for the row of a run that leaves none.
     """
-    args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
+    args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is at work: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:

@@ -884,7 +884,7 @@ SECTIONS = [
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "same_line or turns or with_a_reason"], [
         ('base == now or row["val_bpb"] < min(others, default=0.0)', "base == now"),
         ('base == now or row["val_bpb"] < min(others, default=0.0)', "True"),
-        ('git("merge-base", head, commit) == head', 'git("merge-base", head, commit)'),
+        ('(shared := git("merge-base", head, commit)) == head', '(shared := git("merge-base", head, commit))'),
         ("REFUSED = 5", "REFUSED = 9"),
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [

@@ -1,7 +1,5 @@
 """The loop: scripted agents propose stubs of train.py, which a real Ray trains on two slots of this machine."""
 
-import contextlib
-import os
 import re
 import shlex
 import signal
@@ -123,9 +121,7 @@ class Loop(Clone):
 def loop(prepared, tmp_path):
     loop = Loop(tmp_path / "clone", prepared)
     yield loop
-    for pid in loop.processes():  # of a test that has failed
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    loop.kill_the_rest()
 
 
 @pytest.mark.timeout(1200)

@@ -35,8 +35,7 @@ folder = night_record()["folder"]
 def clone(prepared, tmp_path):
     clone = Clone(tmp_path / "clone", prepared)
     yield clone
-    for pid in clone.processes():
-        os.kill(pid, signal.SIGKILL)
+    clone.kill_the_rest()
 
 
 def at(monkeypatch, folder: Path) -> None:

@@ -78,6 +78,12 @@ class Clone(Night):
         ours = {"night", "train.py"}
         return {pid: words for pid, words in self.processes().items() if ours & {Path(word).name for word in words}}
 
+    def kill_the_rest(self) -> None:
+        """Of a test that has failed."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def scores(self) -> dict[str, str]:
         """Description: status, each once."""
         rows = self.rows()
@@ -89,9 +95,7 @@ class Clone(Night):
 def clone(prepared, tmp_path):
     clone = Clone(tmp_path / "clone", prepared)
     yield clone
-    for pid in clone.processes():  # of a test that has failed
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    clone.kill_the_rest()
 
 
 def listening(pids) -> set[str]:

@@ -20,31 +20,31 @@ from night.rows import commit_of
 from night.wave import Trainer, start_ray
 
 EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
-    "3-grams": [("NGRAMS = (2, 3", "NGRAMS = (2")],
-    "4-grams": [(", 4)  ", ",)  ")],
-    "induction embedding": [("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F.")],
-    "x0": [("x = x + self.x0_lambda * x0", "pass")],
-    "value embeddings": [("if layer.value_embed else None\n        self.g", "if False else None\n        self.g")],
-    "gates of value embeddings": [("v + gate[:, :, H:] * F", "v + F")],
-    "decay of value embeddings": [("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  ")],
-    "head gates": [("(y * gate[:, :, :H]).reshape", "y.reshape")],
-    "residual lambdas": [("x = self.residual_lambda * x ", "x = x ")],
-    "shifted half keys": [("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n")],
-    "shifted pieces": [("shift=i % 2 * window // 2", "shift=0")],
-    "LeakyReLU^2, not ReLU^2": [("F.leaky_relu(x, 0.3)", "F.relu(x)")],
-    "softcap": [("SOFTCAP = 12.0", "SOFTCAP = None")],
-    "NorMuon": [("    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()\n", "")],
-    "cautious decay": [("cautious = update * p >= 0", "cautious = 1.0")],
-    "momentum warm-up": [("min(1.0, step / MOMENTUM_WARMUP)", "1.0")],
+    "3-grams": ("NGRAMS = (2, 3", "NGRAMS = (2"),
+    "4-grams": (", 4)  ", ",)  "),
+    "induction embedding": ("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F."),
+    "x0": ("x = x + self.x0_lambda * x0", "pass"),
+    "value embeddings": ("if layer.value_embed else None\n        self.g", "if False else None\n        self.g"),
+    "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),
+    "decay of value embeddings": ("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  "),
+    "head gates": ("(y * gate[:, :, :H]).reshape", "y.reshape"),
+    "residual lambdas": ("x = self.residual_lambda * x ", "x = x "),
+    "shifted half keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
+    "shifted pieces": ("shift=i % 2 * window // 2", "shift=0"),
+    "LeakyReLU^2, not ReLU^2": ("F.leaky_relu(x, 0.3)", "F.relu(x)"),
+    "softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
+    "NorMuon": ("    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()\n", ""),
+    "cautious decay": ("cautious = update * p >= 0", "cautious = 1.0"),
+    "momentum warm-up": ("min(1.0, step / MOMENTUM_WARMUP)", "1.0"),
 }
 
 
 def without(text: str, names: list[str]) -> str:
     """train.py without some mechanisms."""
     for name in names:
-        for old, new in EDITS[name]:
-            assert text.count(old) == 1, f"{name}: {text.count(old)} times in train.py: {old!r}"
-            text = text.replace(old, new)
+        old, new = EDITS[name]
+        assert text.count(old) == 1, f"{name}: {text.count(old)} times in train.py: {old!r}"
+        text = text.replace(old, new)
     return text
 
 
