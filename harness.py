@@ -553,7 +553,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             "training_seconds": f"{seconds:.1f}",
             "total_seconds": f"{total:.1f}",
             "peak_vram_mb": f"{memory / 2**20:.1f}",
-            "mfu_percent": "0.00",
+            "mfu_percent": f"{mfu_percent(model, clock, device):.2f}",
             "total_tokens_M": f"{tokens_M:.1f}",
             "num_steps": clock.steps,
             "num_params_M": f"{num_params(model) / 1e6:.1f}",
@@ -572,6 +572,12 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     summary = log(summary, val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
+
+
+def mfu_percent(model, clock: Clock, device) -> float:
+    """Share of the peak FLOP/s of this GPU, not of one that --gpu names; 0 without a GPU or model.flops_per_token()."""
+    peak = this_gpu().peak_flops if device.type == "cuda" else math.inf
+    return 100 * getattr(model, "flops_per_token", int)() * clock.tokens / clock.elapsed() / peak
 
 
 def as_number(value):

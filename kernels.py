@@ -1,5 +1,5 @@
 """Four operators: the cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table,
-and rows grouped for batched GEMMs. Each section stands alone; none knows of GPT, data or GPU names.
+and sums of rows. Each section stands alone; none knows of GPT, data or GPU names.
 
 torch.compile(fullgraph=True) sees the first two as opaque nodes. On CPU they run without Triton.
 """
@@ -570,7 +570,7 @@ def _row_adam_kernel(
             tl.store(exp_avg_sq + row, v)
             target = table + row * C + cols
             weight = tl.load(target, mask=cols < C).to(tl.float32)
-            tl.store(target, weight - tl.load(lr) / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
+            tl.store(target, weight - lr / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
 
 
 def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
@@ -595,7 +595,7 @@ def _row_adam_torch(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_
 @torch.no_grad()
 def row_adam_(
     table: Tensor, exp_avg_sq: Tensor, ids: Tensor, grads: Tensor,
-    lr: Tensor, beta2: float, loss_scale: Tensor, found_inf: Tensor,
+    lr: float, beta2: float, loss_scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
     """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
 
@@ -606,51 +606,23 @@ def row_adam_(
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
 
 
-# ---- Grouped rows
-
-
-def group_rows(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Places for rows so that each block of successive places holds rows of one group: one batched GEMM over the blocks
-    then multiplies each group by its own matrix, in shapes that do not depend on the data.
-
-    group (N,), int64, of at most 256 groups. Returns the place of each row (N,); the row at each place (P,), N if none,
-    P being about 9/8 N; the group of each block, one-hot (blocks, groups); the rows per group (groups,)."""
-    if groups > 256:
-        raise ValueError(f"at most 256 groups, not {groups}")
-    n, device = len(group), group.device
-    block_size = max(1, n // (8 * groups))
-    blocks = n // block_size + groups  # every group's last one may be partly empty
-    ranked, order = group.to(torch.uint8).sort(stable=True)  # few bits are sorted fast
-    ranked = ranked.long()
-    bounds = torch.searchsorted(ranked, torch.arange(groups + 1, device=device))
-    rows = bounds.diff()
-    own_blocks = rows // block_size + 1
-    first = own_blocks.cumsum(0) - own_blocks
-    place = torch.arange(n, device=device) + (first * block_size - bounds[:-1])[ranked]  # of each sorted row
-    row_at = order.new_full((blocks * block_size,), n).scatter_(0, place, order)
-    block = torch.arange(blocks, device=device)[:, None]
-    owner = (first <= block) & (block < first + own_blocks)
-    return torch.empty_like(order).scatter_(0, order, place), row_at, owner, rows
-
-
-def _sum_rows(x, at):
-    valid = at < len(x)
-    return torch.where(valid.unsqueeze(-1), x[torch.where(valid, at, 0)], 0).sum(1)
+# ---- Sums of rows
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, at, back):
         ctx.save_for_backward(back)
-        return _sum_rows(x, at)
+        return x[at].sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return _sum_rows(grad, *ctx.saved_tensors), None, None
+        (back,) = ctx.saved_tensors
+        return grad[back].sum(1), None, None
 
 
 def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
-    """x[at].sum(1): x (R, C) and int64 at (M, J) to (M, C). An index of R stands for a row of zeros.
+    """x[at].sum(1): x (R, C) and int64 at (M, J) to (M, C).
 
-    back (R, K): the sums that each row is part of, padded with M, so that the gradient is a lookup and no scatter."""
+    back (R, K): the sums that each row is part of, so that the gradient is a lookup and no scatter."""
     return _SumRows.apply(x, at, back)

@@ -6,12 +6,11 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --sample "Once"  # text from the saved weights
 
 In the line of nanoGPT, nanochat, modded-nanogpt and karpathy/autoresearch. This file is the experiment: edit it.
-What an experiment cannot move is in prepare.py (data, metric) and harness.py (clock, log), operators in kernels.py.
+Data and metric are in prepare.py, clock and log in harness.py, operators in kernels.py.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,20 +21,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
 import prepare
-from kernels import Linear4bit, fused_linear_cross_entropy, group_rows, row_adam_, sum_rows
+from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 
-# ---- Hyperparameters; sizes by GPU follow below, in SIZES
+# ---- Hyperparameters; sizes by GPU are in SIZES
 
-ROPE_BASE = 200_000        # of the rotary embedding, whose longest wavelength is about 2 pi times as many tokens
-SOFTCAP = 12.0             # logits are SOFTCAP * tanh(logits / SOFTCAP); None: as they are
+ROPE_BASE = 200_000        # of the rotary embedding
+SOFTCAP = 12.0             # of the logits; None: none
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # share of the first hidden states that enters every other block at the start
-FOUR_BIT = False           # train the matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
+FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # of those that are experts', as each sees few of the tokens
+EXPERT_LR_SCALE = 0.5      # for experts', as each sees few of the tokens
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
@@ -47,29 +46,11 @@ ROUTER_LR = 0.003          # routers of the experts (AdamW)
 BALANCE_RATE = 0.01        # step of an expert's bias: up below its share of tokens, down above it
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
-VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
-MOMENTUM_WARMUP = 200      # steps over which Muon's momentum goes from .85 to .9
+MOMENTUM = 0.9             # of Muon, Nesterov's
 FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
 
-@dataclass(frozen=True)
-class Layer:
-    full_heads: int    # heads, the first ones, that see the whole context
-    window: int        # earlier tokens that the others see
-    shift: int         # tokens by which `sdpa` shifts its pieces
-    value_embed: bool  # whether value embeddings and the first hidden states (x0) enter
-
-
-def layers(config):
-    """One per layer, counted from the last: another depth changes the first layers and leaves the rest."""
-    window = min(config.window, config.seq_len)
-    return [
-        Layer(config.full_heads * (i % 4 == 0), window, shift=i % 2 * window // 2, value_embed=i % 2 == 0)
-        for i in reversed(range(config.depth))  # i = 0 is the last layer
-    ]
-
-
-# ---- What a GPU can do (numerics), and what five minutes of it pay for (size)
+# ---- What a GPU can do (numerics), and what TIME_BUDGET of it pays for (size)
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class Config:
     n_embd: int             # of the residual stream
     head_dim: int
     seq_len: int            # tokens
-    window: int             # earlier tokens that most heads see; see `layers`
+    window: int             # earlier tokens that most heads see
     full_heads: int         # heads that see the whole context, in the last of every four layers
     device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
@@ -113,7 +94,7 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
 
 
 def pick_size(gpu: harness.GPU) -> Config:
-    """What TIME_BUDGET pays for on that GPU, with n-gram tables that take at most half of its memory."""
+    """The n-gram tables take at most half of the memory."""
     config = [config for least, config in SIZES if gpu.peak_flops >= least][-1]
     rows, row_bytes = config.ngram_rows, 2 * config.n_embd * len(NGRAMS)
     while 0 < gpu.memory < 2 * rows * row_bytes:
@@ -123,10 +104,10 @@ def pick_size(gpu: harness.GPU) -> Config:
 
 def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more from each token."""
-    assert config.total_batch_size % config.seq_len == 0, f"seq_len must divide total_batch_size: {config}"
-    sequences = int(config.total_batch_size / config.seq_len * 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)) or 1
-    device_batch_size = math.gcd(config.device_batch_size, sequences)
-    return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=sequences * config.seq_len)
+    scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
+    total_batch_size = max(config.seq_len, int(config.total_batch_size * scale))
+    device_batch_size = math.gcd(config.device_batch_size, total_batch_size // config.seq_len)
+    return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
 
 
 # ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings
@@ -137,7 +118,7 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of (B, T, H, D), tables (T, 1, D). flip is 2.5 times as fast as chunk and cat."""
+    """Rotary embedding of (B, T, H, D), tables (T, 1, D)."""
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
 
@@ -165,7 +146,7 @@ def ngram_hash(idx, n):
 
 
 class NGramEmbedding(nn.Embedding):
-    """One row per hash of n successive tokens: Engram (https://arxiv.org/abs/2601.07372) in its plainest form."""
+    """One row per hash of n successive tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
 
     def __init__(self, n, rows, n_embd, dtype):
         super().__init__(rows, n_embd, dtype=dtype)
@@ -176,22 +157,21 @@ class NGramEmbedding(nn.Embedding):
 
 
 def induction(idx):
-    """An induction head by lookup: what followed the last three tokens when they last occurred in the row.
+    """An induction head by lookup: what followed the last three tokens when they last occurred, and whether they did.
 
-    Tokens (B, T) to tokens (B, T), and whether they did occur, (B, T).
-    """
+    Tokens (B, T) to tokens and bools (B, T)."""
     key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
     before = F.pad(torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1), (1, 0), value=-1)
     before = torch.empty_like(order).scatter_(1, order, before)  # where they ended, or -1
     return idx.gather(1, before + 1), before >= 0
 
 
-# Of SDPA, the fastest first; fp16, so a T4, starts with the third
+# Of SDPA, the fastest first; fp16 starts with the third
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def fa2(q, k, v, window, shift):
-    """PyTorch's own FlashAttention-2; whole contexts by SDPA, as cuDNN is faster there."""
+    """PyTorch's own FlashAttention-2. Whole contexts by SDPA: cuDNN is faster there."""
     T, flash = q.size(1), torch.ops.aten._flash_attention_forward
     if window >= T:
         return sdpa(q, k, v, T, 0)
@@ -201,8 +181,7 @@ def fa2(q, k, v, window, shift):
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: a token sees the earlier ones of its piece of `window` tokens.
 
-    Zeros in front shift the cuts, so that text flows across those of other layers. They are an attention sink, too:
-    without them, the first 128 tokens lose 0.004 nats (measured).
+    Zeros in front, which serve as an attention sink, shift the cuts: text flows across those of other layers.
     """
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
@@ -224,34 +203,33 @@ def attention(kind):
 
 
 class Attention(nn.Module):
-    GATE_CHANNELS = 32  # input channels that feed the head gates
-
-    def __init__(self, config, layer, kind):
+    def __init__(self, config, i, kind):
         super().__init__()
-        self.n_head, self.head_dim = config.n_embd // config.head_dim, config.head_dim
-        self.layer, self.attend = layer, attention(kind)
-        assert config.n_embd % config.head_dim == 0 and layer.full_heads <= self.n_head, config
-        assert kind != "sdpa" or config.seq_len % layer.window == 0, f"SDPA cuts whole pieces: {config}"
-        self.c_qkv = block_linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = block_linear(config.n_embd, config.n_embd)
-        self.value_embed = nn.Embedding(config.vocab_size, config.n_embd) if layer.value_embed else None
-        self.gate = Linear(self.GATE_CHANNELS, (1 + layer.value_embed) * self.n_head)
-        shifted = torch.arange(self.head_dim) % (self.head_dim // 2) >= self.head_dim // 4  # the slow frequencies
-        self.register_buffer("shifted", shifted, persistent=False)
+        C, D, self.attend = config.n_embd, config.head_dim, attention(kind)
+        self.n_head, self.head_dim = C // D, D
+        self.full_heads = config.full_heads * (i % 4 == 0)  # the first ones; they see the whole context
+        self.window = min(config.window, config.seq_len)  # earlier tokens that the others see
+        self.shift = i % 2 * self.window // 2  # of the pieces of `sdpa`, in tokens
+        assert C == self.n_head * D and self.full_heads <= self.n_head, config
+        assert kind != "sdpa" or config.seq_len % self.window == 0, f"SDPA cuts whole pieces: {config}"
+        self.c_qkv, self.c_proj = block_linear(C, 3 * C), block_linear(C, C)
+        self.value_embed = nn.Embedding(config.vocab_size, C) if i % 2 == 0 else None
+        self.gate = Linear(32, self.n_head * (2 if self.value_embed else 1))  # of the first 32 channels
+        self.register_buffer("shifted", torch.arange(D) % (D // 2) >= D // 4, persistent=False)  # the slow frequencies
 
     def forward(self, x, idx, cos, sin):
         B, T, C = x.shape
         H, D = self.n_head, self.head_dim
         q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
-        gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
+        gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of a key is the previous token's: one layer finds what followed a token last time
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        full, rest = zip(*(t.tensor_split([self.layer.full_heads], dim=2) for t in (q, k, v)))
-        heads = ((full, T), (rest, self.layer.window))
-        y = torch.cat([self.attend(*qkv, window, self.layer.shift) for qkv, window in heads if qkv[0].numel()], 2)
+        full, rest = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)))
+        heads = ((full, T), (rest, self.window))
+        y = torch.cat([self.attend(*qkv, window, self.shift) for qkv, window in heads if qkv[0].numel()], 2)
         return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
 
 
@@ -270,16 +248,13 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Half of an MLP: many small ones, of which a router chooses some for each token.
-
-    No token is dropped: they are sorted into blocks for batched GEMMs. No loss balances the load: experts with less
-    than their share gain in bias (https://arxiv.org/abs/2408.15664).
-    """
+    """Half of an MLP: many small ones, of which a router chooses some for each token. No token is dropped, no loss
+    balances the load: experts with less than their share gain in bias (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
         super().__init__()
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
-        assert 0 < K <= E and 2 * C % K == 0, config
+        assert 0 < K <= E < 256 and 2 * C % K == 0, config
         self.experts_per_token = K
         self.router = Linear(C, E)
         self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))
@@ -288,51 +263,42 @@ class Experts(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        N, K, E = B * T, self.experts_per_token, len(self.bias)
-        score = torch.sigmoid(self.router(x)).view(N, E)
-        rank, best = score + self.bias, []
-        for _ in range(K):  # Inductor has no kernel for topk
-            best.append(rank.argmax(-1, keepdim=True))
-            rank = rank.masked_fill(torch.arange(E, device=x.device) == best[-1], -math.inf)
-        expert = torch.cat(best, 1)  # (N, K)
-        place, row_at, owner, tokens = group_rows(expert.flatten(), E)
-        self.load += tokens
-        owner = owner.to(x.dtype)  # a GEMM picks each block's weights and sums up each expert's gradient
-        # transpose the experts, not their blocks (nine times as large); flatten() keeps the gradient contiguous
-        c_fc = self.c_fc.flatten(0, 1).unflatten(0, (E, -1)).mT
-        c_fc, c_proj = ((owner @ w.to(x.dtype).flatten(1)).view(-1, *w.shape[1:]) for w in (c_fc, self.c_proj))
-        place, row_at = place.view(N, K), row_at.view(-1, 1)
-        token_at = row_at // K
-        h = sum_rows(x.reshape(N, C), token_at, place).view(len(owner), -1, C)
-        h = leaky_relu_squared(h @ c_fc) @ c_proj
-        weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), row_at, place.view(-1, 1))
-        return sum_rows(h.view(-1, C) * weight, place, token_at).view(B, T, C)
+        K, E = self.experts_per_token, len(self.bias)
+        score = torch.sigmoid(self.router(x)).view(B * T, E)
+        expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # topk is no Triton kernel
+        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # few bits are sorted fast
+        ends = torch.searchsorted(ranked.long(), torch.arange(E, device=x.device), right=True, out_int32=True)
+        self.load += ends.diff(prepend=ends.new_zeros(1))
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, K)
+        token_at, order = order[:, None] // K, order[:, None]
+        h = sum_rows(x.reshape(-1, C), token_at, place)  # (B * T * K, C), sorted by expert
+        h = leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))
+        h = F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends)
+        weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
+        return sum_rows(h * weight, place, token_at).view(B, T, C)
 
 
 class Block(nn.Module):
-    def __init__(self, config, layer, kind):
+    """i: how many blocks follow. Another depth changes the first ones and leaves the rest as they are."""
+
+    def __init__(self, config, i, kind):
         super().__init__()
-        self.attn, self.mlp = Attention(config, layer, kind), MLP(config)
+        self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(())) if layer.value_embed else None  # and of the first embeddings
+        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # of the first one
 
-    def mix_tokens(self, x, x0, idx, cos, sin):
+    def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
         if self.x0_lambda is not None:
             x = x + self.x0_lambda * x0
-        return x + self.attn(norm(x), idx, cos, sin)
-
-    def mix_channels(self, x):
+        x = x + self.attn(norm(x), idx, cos, sin)
         h = norm(x)
         x = x + self.mlp(h)
         return x if self.experts is None else x + self.experts(h)
 
-    def forward(self, x, x0, idx, cos, sin):
-        return self.mix_channels(self.mix_tokens(x, x0, idx, cos, sin))
 
-
-@functools.cache  # all blocks and steps share one
+@functools.cache  # all steps share one
 def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -343,8 +309,8 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention = config, dtype, attention
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
-        self.induction_embed = nn.Embedding(config.vocab_size + 1, config.n_embd)  # the last row: nothing found
-        self.blocks = nn.ModuleList(Block(config, layer, attention) for layer in layers(config))
+        self.induction_embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
@@ -370,44 +336,24 @@ class GPT(nn.Module):
             nn.init.ones_(block.residual_lambda)
             if block.x0_lambda is not None:
                 nn.init.constant_(block.x0_lambda, X0_LAMBDA)
-            for part in block.children():
-                matrices = [name for name, p in part.named_parameters() if p.ndim > 1]
-                assert not matrices or "c_proj" in str(matrices), f"name the last of {matrices} c_proj: it starts at 0"
         forgotten = [name for name, p in self.named_parameters() if p.flatten()[0].isnan()]
         assert not forgotten, f"init_weights sets no values for {forgotten}: add them there"
         update_buffers(self)
 
-    def look_up(self, idx, followers, found, ngrams):
-        """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to first hidden states (B, T, C)."""
+    def trunk(self, idx, followers, found, ngrams):
+        """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to the last hidden states."""
         # cast before the lookups: no (B, T, C) in fp32
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
-        # where(): a lookup would add the gradients of most positions to the last row one by one
-        x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
-        return norm(x)
-
-    def trunk(self, idx, followers, found, ngrams):
-        """As look_up, to the last hidden states."""
+        x = x0 = norm(x + found.unsqueeze(-1) * F.embedding(followers, induction_embed))
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
-        x0 = self.look_up(idx, followers, found, ngrams)
-        x = x0.view_as(x0)  # aliased arguments would recompile block 0
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
         return norm(x)
 
     def compile_trunk(self) -> None:
-        """A deep trunk by halves of blocks: each kind of attention is compiled once, and the MLP once. A shallow one
-        whole, as kernels reach across blocks: a T4's step is 2% shorter (modelled)."""
         torch.compiler.config.cache_key_tag = str(BACKENDS)  # forward() sets them, so the caches do not see them
-        torch._dynamo.config.recompile_limit = 64  # kinds of layers, times batch sizes until one fits
-        # partial() and not the bound method, which a copy of the model would share
-        if self.config.depth <= 4:
-            self.trunk = functools.partial(compiled(GPT.trunk), self)
-        else:
-            self.look_up = functools.partial(compiled(GPT.look_up), self)
-            for block in self.blocks:
-                block.mix_tokens = functools.partial(compiled(Block.mix_tokens), block)
-                block.mix_channels = functools.partial(compiled(Block.mix_channels), block)
+        self.trunk = functools.partial(compiled(GPT.trunk), self)  # not the bound method, which a copy would share
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
@@ -422,13 +368,12 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
-        lookups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
-        experts = [m for m in self.modules() if isinstance(m, Experts)]
-        idle = sum((m.c_fc.numel() + m.c_proj.numel()) * (1 - m.experts_per_token / len(m.bias)) for m in experts)
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - lookups - idle
-        H, T = self.config.n_embd // self.config.head_dim, self.config.seq_len
-        keys = sum(layer.full_heads * T + (H - layer.full_heads) * layer.window for layer in layers(self.config))
-        return 6 * matrices + 12 * self.config.head_dim * keys
+        tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
+        active = self.config.experts_per_token / max(1, self.config.num_experts)  # share of the experts
+        weights = sum(p.numel() * (active if p.ndim == 3 else 1) for p in {*self.parameters()} - tables if p.ndim > 1)
+        T, layers = self.config.seq_len, [block.attn for block in self.blocks]
+        keys = sum(a.full_heads * T + (a.n_head - a.full_heads) * a.window for a in layers)
+        return 6 * weights + 12 * self.config.head_dim * keys
 
 
 @torch.no_grad()
@@ -454,7 +399,7 @@ def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -
     return model
 
 
-# ---- MuonAdamW: Muon (polar express, NorMuon, cautious decay) for the matrices, AdamW for the rest
+# ---- Muon for the matrices, AdamW for the rest
 
 # Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (safety factor 2e-2, cushion 2)
 POLAR_EXPRESS = [
@@ -466,18 +411,11 @@ POLAR_EXPRESS = [
 ]
 
 
-def assign(old, new, skip):
-    """old = new unless skip, a boolean on the device; no host sync."""
-    old.copy_(torch.where(skip, old, new))
-
-
-def muon_direction(grad, momentum_buffer, hyper, dtype, loss_scale, skip):
-    """Scaled gradients (n, R, C) to matrices of spectral norm below 1. hyper (3,): learning rate, decay, momentum."""
-    momentum = hyper[2]
-    grad = grad / loss_scale
-    buffer = momentum_buffer.lerp(grad, 1 - momentum)
-    update = grad.lerp(buffer, momentum)
-    assign(momentum_buffer, buffer, skip)
+def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
+    """Gradients (n, R, C), with Nesterov's momentum, to matrices of spectral norm below 1. rate: 1 - momentum."""
+    grad = torch.where(rate > 0, grad / loss_scale, 0)
+    momentum_buffer.lerp_(grad, rate)
+    update = momentum_buffer.lerp(grad, rate)
     return (update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
 
 
@@ -492,19 +430,9 @@ def polar_express(x):
     return x
 
 
-def muon_update(p, update, second_moment, scale, hyper, skip):
-    """In place: p and the orthogonal update (n, R, C), second_moment (n, R, 1); scale (n, 1, 1): of the update."""
-    lr, decay, _ = hyper.unbind()
-    update = update.float()
-    # NorMuon (https://arxiv.org/abs/2510.05491): rows evened out by their second moment, the norm as before
-    row_sq = update.square().mean(dim=-1, keepdim=True)
-    moment = second_moment.lerp(row_sq, 0.05)
-    even_sq = row_sq / moment.clamp_min(1e-10)
-    total, even_total = (t.sum((-2, -1), keepdim=True) for t in (row_sq, even_sq))
-    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()
-    cautious = update * p >= 0  # decay only where it agrees with the update
-    assign(p, p - lr * (scale * update + decay * p * cautious), skip)
-    assign(second_moment, moment, skip)
+def muon_update(p, update, scale, lr, decay):
+    """p (n, R, C) moves by scale (n, 1, 1) times the update, and decays only where that agrees with it."""
+    p.sub_(lr * (scale * update + decay * p * (update * p >= 0)))
 
 
 def as_stack(t):
@@ -519,20 +447,15 @@ def as_stack(t):
     return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if squares else t
 
 
-def join(parts):  # uncompiled: Inductor would make one kernel per part
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-class MuonAdamW(torch.optim.Optimizer):
-    """Groups of kind 'muon' hold matrices whose stacks have one shape, 'sparse' tables with sparse gradients.
+class MuonAdamW(torch.optim.AdamW):
+    """AdamW; for groups of kind 'muon', matrices whose stacks have one shape, Muon; for 'sparse' ones row_adam_.
 
     Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal matrix, so
     that all directions learn at one rate. No step waits for the GPU.
     """
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
     def __init__(self, groups: list[dict], dtype: torch.dtype):
-        super().__init__(groups, defaults={})
+        super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler leaves unscaling and skipping to step()
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
         self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
@@ -542,74 +465,64 @@ class MuonAdamW(torch.optim.Optimizer):
             params = group["params"]
             if group["kind"] == "muon":
                 stacks = [as_stack(p.detach()) for p in params]
-                stack, scales = join(stacks), [(s.size(1) / p.size(-1)) ** 0.5 for p, s in zip(params, stacks)]
                 # a matrix (R, C) moves by sqrt(max(1, R / C)) times an orthogonal one
-                scale = join([torch.full_like(s[:, :1, :1], scale) for s, scale in zip(stacks, scales)])
-                group["state"] = [scale, torch.zeros_like(stack), torch.zeros_like(stack[..., :1])]
+                scales = [(s.size(1) / p.size(-1)) ** 0.5 for p, s in zip(params, stacks) for _ in s]
+                group["state"] = [stacks[0].new_tensor(scales).view(-1, 1, 1), torch.zeros_like(torch.cat(stacks))]
             elif group["kind"] == "sparse":
                 given = group["betas"][0], group["weight_decay"]
                 assert given == (0, 0), f"row_adam_ has no momentum and no weight decay: {given}"
                 group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
                 self.tables[i], group["params"] = params, []
-            else:
-                steps = [torch.zeros((), device=self.device)] * len(params)
-                group["state"] = [*([torch.zeros_like(p) for p in params] for _ in range(2)), steps]
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
-        for p in itertools.chain(*self.tables.values()):
-            p.grad = None
 
     @torch.no_grad()
     def step(self):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
-        loss_scale, found_inf = self.grad_scale, self.found_inf.view(())
-        assert loss_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
-        skip = found_inf > 0
-        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
+        assert self.grad_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
+        found_inf = self.found_inf.view(())  # 1.0: skip this step
         self.num_skipped += found_inf
-        hyper = torch.tensor([[g["lr"], g["weight_decay"], g["momentum"]] for g in self.param_groups])
-        for i, (group, h) in enumerate(zip(self.param_groups, hyper.to(self.device, non_blocking=True))):
-            for p, exp_avg_sq in zip(self.tables.get(i, ()), group["state"]):
-                if p.grad is not None:  # else an edit has left it unused
-                    assert p.grad.is_sparse, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
-                    ids, grads = p.grad._indices()[0], p.grad._values()
-                    row_adam_(p, exp_avg_sq, ids, grads, h[0], group["betas"][1], loss_scale, found_inf)
-            if i in self.tables:
-                continue
-            params = [p.detach() for p in group["params"]]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
+        for i, group in enumerate(self.param_groups):
             if group["kind"] == "muon":
-                scale, momentum_buffer, second_moment = group["state"]
-                stacks = [as_stack(p) for p in params]
-                stack, grad = join(stacks), join([as_stack(g) for g in grads])  # (n, R, C)
-                update = wrap(muon_direction)(grad, momentum_buffer, h, self.dtype, loss_scale, skip)
-                wrap(muon_update)(stack, polar_express(update), second_moment, scale, h, skip)
-                if len(stacks) > 1:  # else `stack` is a view of the parameter
-                    torch._foreach_copy_(stacks, stack.split([len(s) for s in stacks]))
-            else:
-                (beta1, beta2), (exp_avgs, exp_avg_sqs, steps) = group["betas"], group["state"]
-                steps[0] += 1 - found_inf  # all are one tensor
-                torch._fused_adamw_(
-                    params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=h[0], beta1=beta1, beta2=beta2,
-                    weight_decay=group["weight_decay"], eps=1e-10, amsgrad=False,
-                    maximize=False, grad_scale=loss_scale, found_inf=found_inf,
-                )
+                self.step_muon(group, 1 - found_inf)
+            elif group["kind"] == "sparse":
+                self.step_tables(self.tables[i], group, found_inf)
+        super().step()  # of all that still have gradients
+
+    def step_muon(self, group, live):
+        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
+        scale, momentum_buffer = group["state"]
+        lr, decay, rate = (live * x for x in (group["lr"], group["weight_decay"], 1 - group["momentum"]))
+        stacks, grads = [], []
+        for p in group["params"]:
+            stacks.append(as_stack(p.detach()))
+            grads.append(torch.zeros_like(stacks[-1]) if p.grad is None else as_stack(p.grad))
+            p.grad = None
+        stack = torch.cat(stacks)  # (n, R, C)
+        update = wrap(muon_direction)(torch.cat(grads), momentum_buffer, rate, self.grad_scale, self.dtype)
+        wrap(muon_update)(stack, polar_express(update), scale, lr, decay)
+        torch._foreach_copy_(stacks, stack.split([len(s) for s in stacks]))
+
+    def step_tables(self, tables, group, found_inf):
+        for p, exp_avg_sq in zip(tables, group["state"]):
+            if p.grad is not None:  # else an edit has left it unused
+                assert p.grad.is_sparse, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
+                ids, grads = p.grad._indices()[0], p.grad._values()
+                row_adam_(p, exp_avg_sq, ids, grads, group["lr"], group["betas"][1], self.grad_scale, found_inf)
+                p.grad = None
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
     """A parameter goes to the group whose key is part of its name, other matrices of a block to Muon."""
-    adamw_scale = (model.config.n_embd / 768) ** -0.5  # of nanochat, tuned at width 768
+    wide = (model.config.n_embd / 768) ** -0.5  # as nanochat, whose rates are for width 768
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
-        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=0.0, params=[])
+        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=MOMENTUM, params=[])
 
     groups = {
-        "lm_head": group(UNEMBEDDING_LR * adamw_scale),
-        "ngram_embeds": group(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse"),
-        "induction_embed": group(INDUCTION_LR * adamw_scale),
-        "value_embed": group(EMBEDDING_LR * adamw_scale, weight_decay=VALUE_EMBED_DECAY),
-        "embed": group(EMBEDDING_LR * adamw_scale),
+        "lm_head": group(UNEMBEDDING_LR * wide),
+        "ngram_embeds": group(NGRAM_LR * wide, betas=(0.0, 0.8), kind="sparse"),
+        "induction_embed": group(INDUCTION_LR * wide),
+        "value_embed": group(EMBEDDING_LR * wide),
+        "embed": group(EMBEDDING_LR * wide),
         "x0_lambda": group(X0_LR, betas=(0.96, 0.95)),
         "residual_lambda": group(RESIDUAL_LR),
         "attn.gate": group(GATE_LR),
@@ -618,9 +531,9 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     for name, p in model.named_parameters():
         key = next((key for key in groups if f".{key}." in f".{name}."), None)
         if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
-            kind, scale = ("experts", EXPERT_LR_SCALE) if p.ndim == 3 else ("matrices", 1)
-            key = f"{kind} {tuple(as_stack(p).shape[1:])}"  # one shape per group
-            groups.setdefault(key, group(MATRIX_LR * scale, None, MATRIX_DECAY, "muon"))
+            lr = MATRIX_LR * (EXPERT_LR_SCALE if p.ndim == 3 else 1)
+            key = f"{lr} {tuple(as_stack(p).shape[1:])}"  # one shape per group
+            groups.setdefault(key, group(lr, weight_decay=MATRIX_DECAY, kind="muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
         groups[key]["params"] += [p] * p.requires_grad  # decay would move a frozen one
     for table in model.ngram_embeds:
@@ -631,14 +544,12 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 # ---- Schedules, driven by the clock
 
 
-def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
-    """progress: share of the budget spent, in [0, 1]. Takes any torch.optim.Optimizer."""
+def set_schedules(optimizer: MuonAdamW, progress: float) -> None:
+    """progress: share of the budget spent. Takes any torch.optim.Optimizer."""
     for group in optimizer.param_groups:
-        kind = group.get("kind")
-        if kind != "sparse":  # constant LR: rows first seen late still need full steps
+        if group.get("kind") != "sparse":  # constant LR: rows first seen late still need full steps
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - (1 - FINAL_LR) * progress)
-        if kind == "muon":
-            group["momentum"] = 0.85 + 0.05 * min(1.0, step / MOMENTUM_WARMUP)
+        if group.get("kind") == "muon":
             group["weight_decay"] = group.setdefault("initial_weight_decay", group["weight_decay"]) * (1 - progress)
 
 
@@ -661,24 +572,9 @@ def train_step(model, optimizer, scaler, loader):
         total = total + loss.detach()
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     update_buffers(model)
     return total, epoch
-
-
-class Resets:
-    """When to zero the n-gram tables: with whole epochs left, so that they never see the same text twice."""
-
-    def __init__(self, epoch_tokens):
-        self.epoch_tokens, self.epochs_left = 0.98 * epoch_tokens, math.inf  # 2% for errors of the pace
-
-    def due(self, clock):
-        left = clock.tokens_left()
-        if left == math.inf:  # in the first 5%: what is due there comes right after
-            return False
-        before = min(self.epochs_left, (clock.tokens + left) // self.epoch_tokens)
-        self.epochs_left = min(before, left // self.epoch_tokens)
-        return self.epochs_left < before
 
 
 def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: harness.GPU):
@@ -692,22 +588,20 @@ def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
-    resets = Resets(len(prepare.TokenStream(tokenizer, "train")))
+    epoch_tokens, epochs_left = len(prepare.TokenStream(tokenizer, "train")), math.nan
     clock.start()
     while clock.running():
-        set_schedules(optimizer, clock.progress(), clock.steps)
+        set_schedules(optimizer, clock.progress())
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
-        if resets.due(clock):
+        before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
+        if epochs_left < before:  # tables start over with whole epochs left: they see no text twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
-    flops = model.flops_per_token() * clock.tokens / clock.elapsed()
-    peak = harness.this_gpu().peak_flops * (device.type == "cuda")  # not of the GPU that --gpu names
     return model.eval(), {
-        "mfu_percent": f"{100 * flops / (peak or math.inf):.2f}",
         "depth": config.depth,
         "numerics": f"{model.dtype}/{model.attention}".removeprefix("torch."),
         "skipped_steps": int(getattr(optimizer, "num_skipped", 0)),

@@ -18,7 +18,7 @@ SLOPE = 0.3  # of the MLP's LeakyReLU^2 below zero
 
 @dataclass(frozen=True)
 class Model:
-    """layers: objects with window, full_heads, shift and value_embed, as train.Layer.
+    """layers: objects with window, full_heads, shift and value_embed (None: it has none), as train.Attention.
 
     Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`. A shift
     puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where the
@@ -138,7 +138,8 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
     x = weights["embed.weight"][tokens]
     for n, table in enumerate(below("ngram_embeds.").values(), start=2):
         x = x + table[[ngram_row(tokens, t, n, len(table)) for t in places]]
-    x = x0 = rms_norm(x + weights["induction_embed.weight"][[follower(tokens, t) for t in places]])  # [-1]: none
+    induction = F.pad(weights["induction_embed.weight"], (0, 0, 0, 1))  # the last row, [-1], for none
+    x = x0 = rms_norm(x + induction[[follower(tokens, t) for t in places]])
     for i, layer in enumerate(model.layers):
         block = below(f"blocks.{i}.")
         x = block["residual_lambda"] * x

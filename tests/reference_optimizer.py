@@ -37,15 +37,14 @@ class SparseAdam:
 
 
 class Muon:
-    """Muon (https://kellerjordan.github.io/posts/muon) with NorMuon's second moment and cautious weight decay.
+    """Muon (https://kellerjordan.github.io/posts/muon) with cautious weight decay.
 
     p (R, C). Where one side is a multiple of the other, the squares along the longer side are orthogonalized each by
-    itself, else the whole matrix; the norm of the update is lr sqrt(R) in all. NorMuon evens out the longer side.
+    itself, else the whole matrix; the norm of the update is lr sqrt(R) in all.
     """
 
     def __init__(self, p: Tensor):
         self.p, self.momentum = p, torch.zeros_like(p)
-        self.moments = torch.zeros(max(p.shape), dtype=torch.float64)
 
     def step(self, grad: Tensor, lr: float, decay: float, momentum: float) -> None:
         self.momentum += (1 - momentum) * (grad - self.momentum)
@@ -57,9 +56,6 @@ class Muon:
         rate = lr * math.sqrt(self.p.size(0) / (parts * short))  # an orthogonalized part has the norm sqrt(short)
         for rows in torch.arange(long).chunk(parts):
             update = orthogonalized(nesterov[rows])
-            self.moments[rows] = 0.95 * self.moments[rows] + 0.05 * update.square().mean(1)
-            even = update / self.moments[rows, None].clamp_min(1e-10).sqrt()
-            update = even * update.norm() / even.norm().clamp_min(1e-10)
             cautious = p[rows] * (update * p[rows] >= 0)  # decay only what the update shrinks anyway
             p[rows] -= rate * update + lr * decay * cautious
 

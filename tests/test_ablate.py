@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ablate import EDITS, without
+from ablate import EDITS, OF_EXPERTS, without
 
 import harness
 
@@ -22,7 +22,7 @@ def losses(left_out: tuple[str, ...]) -> list[float]:
     name = "ablated"
     sys.modules[name] = module = types.ModuleType(name)
     exec(compile(without(TRAIN, left_out), name, "exec"), module.__dict__)
-    config = module.Config(2, 64, 32, 64, 16, 1, 2, 2 * 64, 512, vocab_size=32)
+    config = module.Config(2, 64, 32, 64, 16, 1, 2, 2 * 64, 512, num_experts=4, vocab_size=32)
     torch.manual_seed(1)
     model = module.build_model(config, torch.device("cpu"), harness.named_gpu("cpu"))
     model.train()
@@ -31,18 +31,18 @@ def losses(left_out: tuple[str, ...]) -> list[float]:
     batches = itertools.cycle((row[:, :64], row[:, 1:65], 1) for row in tokens)
     seen = []
     for step in range(8):
-        module.set_schedules(optimizer, step / 8, step)
+        module.set_schedules(optimizer, step / 8)
         seen.append(module.train_step(model, optimizer, scaler, batches)[0].item())
     del sys.modules[name]
     return seen
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", EDITS | OF_EXPERTS)
 def test_without_a_mechanism_the_model_trains_otherwise(name):
     assert losses((name,)) != losses(()) and max(losses((name,))) < 4
 
 
 def test_any_mechanisms_can_be_left_out_together():
-    assert max(losses(tuple(EDITS))) < 4
-    for pair in itertools.combinations(EDITS, 2):
+    assert max(losses((*EDITS, *OF_EXPERTS))) < 4
+    for pair in itertools.combinations(EDITS | OF_EXPERTS, 2):
         compile(without(TRAIN, pair), "train.py", "exec")

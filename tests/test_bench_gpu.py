@@ -50,9 +50,9 @@ def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_pe
 
 
 def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
-    for name in ("pick_size", "scale_batch", "NGRAMS", "layers"):
+    for name in ("pick_size", "scale_batch", "NGRAMS"):
         monkeypatch.setattr(train, name, getattr(train, name))  # restored later
-    for owner, method in ((train.Attention, "forward"), (train.GPT, "forward"), (train.GPT, "look_up")):
+    for owner, method in ((train.Attention, "forward"), (train.GPT, "forward"), (train.GPT, "trunk")):
         monkeypatch.setattr(owner, method, getattr(owner, method))
     exec(bench_train.RECIPES["same-shape"], {"train": train})
     predicted = bench_gpu.predict.__wrapped__(train.pick_size(0), "H200")
@@ -132,7 +132,7 @@ def test_recorded_flops_are_those_that_train_counts():
         if kernel.kind not in ("memory", "scatter") and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
             flops[kernel.kind] += kernel.flops / T4.total_batch_size  # a KeyError is a GEMM in fp32
     T, H, triangles, squares = T4.seq_len, T4.n_embd // T4.head_dim, 0, 0
-    for layer in train.layers(T4):
+    for layer in (block.attn for block in predicted["model"].blocks):
         pieces, rest = T // layer.window + (layer.shift > 0), H - layer.full_heads
         squares += layer.full_heads * T * T + rest * T * layer.window
         # the lower triangle and half a tile, where train.py counts the square

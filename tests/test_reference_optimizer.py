@@ -197,7 +197,7 @@ def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
 
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
-    constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
+    constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8)
     constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
@@ -205,15 +205,15 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
     expected = {  # by a part of the name
         "embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
         "lm_head": ("adamw", 0.4 * wide, (0.5, 0.6), 0.0),
-        "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.9),
+        "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
         "ngram_embeds": ("sparse", 0.3 * wide, (0.0, 0.8), 0.0),
         "induction_embed": ("adamw", 0.8 * wide, (0.5, 0.6), 0.0),
         "x0_lambda": ("adamw", 0.5, (0.96, 0.95), 0.0),
         "residual_lambda": ("adamw", 0.6, (0.5, 0.6), 0.0),
         "gate": ("adamw", 0.7, (0.5, 0.6), 0.0),
         "router": ("adamw", 0.95, (0.5, 0.6), 0.0),
-        "experts": ("muon", 0.1 * 0.25, None, 0.8),
-        "blocks": ("muon", 0.1, None, 0.8),
+        "experts": ("muon", 0.1 * 0.25, (0.5, 0.6), 0.8),
+        "blocks": ("muon", 0.1, (0.5, 0.6), 0.8),
     }
     for name, group in groups_by_parameter()[1].items():
         kind, lr, betas, decay = next(value for part, value in expected.items() if part in name.split("."))
@@ -221,20 +221,15 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         assert group["lr"] == pytest.approx(lr), name
 
 
-@pytest.mark.parametrize(
-    ("progress", "step", "momentum"),
-    [(0.0, 0, 0.85), (0.3, 10, 0.8625), (0.5, 39, 0.89875), (0.999, 40, 0.9), (1.0, 41, 0.9)],
-)
-def test_rates_and_the_decay_of_matrices_fall_linearly_and_their_momentum_rises(progress, step, momentum, monkeypatch):
-    """Rates to the final fraction, but those of tables stay; the decay to zero, but that of value embeddings stays."""
+@pytest.mark.parametrize("progress", [0.0, 0.3, 0.999, 1.0])
+def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
+    """Rates to the final fraction, but those of tables stay; the decay to zero."""
     monkeypatch.setattr(train, "FINAL_LR", 0.1)
-    monkeypatch.setattr(train, "MOMENTUM_WARMUP", 40)
     optimizer, groups = groups_by_parameter()
     before = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
-    train.set_schedules(optimizer, 0.9, 3)  # what an earlier step has set leaves no trace
-    train.set_schedules(optimizer, progress, step)
+    train.set_schedules(optimizer, 0.9)  # what an earlier step has set leaves no trace
+    train.set_schedules(optimizer, progress)
     for name, group in groups.items():
         (lr, decay), matrix = before[name], group["kind"] == "muon"
         assert group["lr"] == pytest.approx(lr * (1 if "ngram" in name else 1 - 0.9 * progress), rel=1e-9), name
         assert group["weight_decay"] == pytest.approx(decay * (1 - progress * matrix), abs=1e-12), name
-        assert group["momentum"] == pytest.approx(momentum * matrix, rel=1e-9), name

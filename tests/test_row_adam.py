@@ -21,8 +21,7 @@ def example(n: int, columns: int, dtype: torch.dtype, device, rows: int = 9):
 
 
 def scalars(device, lr=0.1, loss_scale=8.0, found_inf=0.0):
-    lr, loss_scale, found_inf = (torch.tensor(x, device=device) for x in (lr, loss_scale, found_inf))
-    return lr, 0.9, loss_scale, found_inf
+    return lr, 0.9, *(torch.tensor(x, device=device) for x in (loss_scale, found_inf))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -124,7 +124,7 @@ def test_sizes_that_ship_divide(config):
         (dict(full_heads=3), "Config"),
         (dict(window=48), "SDPA cuts whole pieces"),
         (dict(seq_len=100, total_batch_size=200), "SDPA cuts whole pieces"),
-        (dict(total_batch_size=100), "seq_len must divide total_batch_size"),
+        (dict(total_batch_size=100), r"device_batch_size \* seq_len must divide total_batch_size"),
         (dict(device_batch_size=3, total_batch_size=256), r"device_batch_size \* seq_len must divide total_batch_size"),
         (dict(num_experts=2, experts_per_token=0), "Config"),
         (dict(num_experts=2, experts_per_token=3), "Config"),
@@ -256,34 +256,23 @@ def compile_trunk(model, backend, monkeypatch) -> str:
         return torch.compiler.config.cache_key_tag
 
 
-def twelve_kinds(config):
-    return [train.Layer(0, *kind) for kind in itertools.product((4, 8, 16), (0, 2), (False, True))]
-
-
-@pytest.mark.parametrize(
-    ("depth", "layers", "compilations"),
-    [(4, train.layers, 1), (9, train.layers, 2 + 3), (12, twelve_kinds, 2 + 12)],
-    ids=["whole", "by halves", "of many kinds"],
-)
-def test_each_kind_of_layer_of_a_deep_trunk_is_compiled_once(monkeypatch, depth, layers, compilations):
-    monkeypatch.setattr(train, "layers", layers)
-    model = trained(depth=depth, window=TINY.seq_len // 4, num_experts=3, experts_per_token=2)
+def test_the_trunk_is_one_compilation(monkeypatch):
+    model = trained(depth=4, window=TINY.seq_len // 4)
     x, y, _ = next(batches())
     expected = model(x, y).item()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     tag = compile_trunk(model, counter, monkeypatch)
     for _ in range(2):
         assert model(x, y).item() == pytest.approx(expected, abs=1e-5)
-    assert counter.frame_count == compilations
+    assert counter.frame_count == 1
     called = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert F.scaled_dot_product_attention in called
     assert not any(f.__module__ == "torch.nn.attention" for f in called), "PyTorch would not cache the compilation"
     assert all(backend.name in tag for backend in train.BACKENDS)
 
 
-@pytest.mark.parametrize("depth", [3, 5])
-def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch, depth):
-    model = trained(depth=depth)
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
+    model = trained()
     compile_trunk(model, "eager", monkeypatch)
     x, y, _ = next(batches())
     average = copy.deepcopy(model)
@@ -293,7 +282,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch, d
 
 
 @pytest.mark.parametrize("attention", ["fa3", "fa2"])
-def test_blocks_compile_with_exact_windows(monkeypatch, exact_windows, attention):
+def test_the_trunk_compiles_with_exact_windows(monkeypatch, exact_windows, attention):
     monkeypatch.setattr(train, "BACKENDS", [SDPBackend.MATH])  # in bf16 a CPU's fused kernel needs AVX-512
     model = train.build_model(dataclasses.replace(TINY, depth=5), CPU, GPU((9, 0), 0.0, 0, attention == "fa3"))
     for block in model.blocks:
@@ -310,7 +299,7 @@ def test_blocks_compile_with_exact_windows(monkeypatch, exact_windows, attention
     compile_trunk(model, counter, monkeypatch)
     assert expected.any()
     torch.testing.assert_close(gradient(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
-    assert counter.frame_count == 2 + 3
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
@@ -363,20 +352,6 @@ def test_a_matrix_is_not_taken_for_one_whose_name_its_own_contains():
         assert linear.weight in muon and 0 < linear.weight.abs().max() < 1
 
 
-@pytest.mark.parametrize("part", ["attn", "mlp", "experts"])
-def test_a_part_of_a_block_without_a_matrix_that_starts_at_zero_is_refused(part):
-    model, _ = build(EXPERTS)
-    module = getattr(model.blocks[1], part)
-    module.c_down, module.c_proj = module.c_proj, None
-    with pytest.raises(AssertionError, match=r"name the last of \[.*'c_down.* c_proj"):
-        model.init_weights()
-    setattr(model.blocks[1], part, torch.nn.Dropout(0.1))  # has no parameters
-    model.init_weights()
-    setattr(model.blocks[1], part, torch.nn.LayerNorm(64))  # has no matrix
-    with pytest.raises(AssertionError, match="sets no values"):
-        model.init_weights()
-
-
 # -- Optimizer
 
 
@@ -422,7 +397,7 @@ def test_a_copy_and_a_saved_state_train_on_as_the_model_itself_does(config):
     other.load_state_dict(weights)
     for model in (twin, other):
         optimizer = train.make_optimizer(model)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(copy.deepcopy(state))  # which would be changed in place
         assert train_on(model, optimizer, 8) == expected and expected[-1] < expected[0] - 1
 
 
@@ -531,7 +506,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
 
 
 @pytest.mark.parametrize(
-    ("epochs", "resets"), [(0.97, []), (0.99, [2]), (1.01, [2]), (1.5, [9]), (2.5, [6, 16])]
+    ("epochs", "resets"), [(0.97, []), (1.01, []), (1.1, [3]), (1.5, [9]), (2.5, [6, 16])]
 )  # the pace is known from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
@@ -555,10 +530,12 @@ def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lend
     monkeypatch.setattr(harness, "this_gpu", lambda: GPU((7, 5), 1e6))
     for kind in ("cuda", "cpu"):
         clock = Clock(tokens=128 * 2)
-        model, numbers = run_loop(tokenizer, clock, monkeypatch, TINY, types.SimpleNamespace(type=kind), GPU(None, 1.0))
-        flops = model.flops_per_token() * 256 / clock.elapsed()
-        assert float(numbers["mfu_percent"]) == pytest.approx(100 * flops / 1e6 * (kind == "cuda"), rel=1e-3)
+        device = types.SimpleNamespace(type=kind)
+        model, numbers = run_loop(tokenizer, clock, monkeypatch, TINY, device, GPU(None, 1.0))
+        percent = 100 * model.flops_per_token() * 256 / clock.elapsed() / 1e6
+        assert harness.mfu_percent(model, clock, device) == pytest.approx(percent * (kind == "cuda"), rel=1e-3)
     assert numbers["numerics"] == "float32/sdpa"
+    assert harness.mfu_percent(torch.nn.Linear(1, 1), clock, device) == 0, "an edit without flops_per_token()"
 
 
 def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch, tokenizer):
@@ -594,7 +571,7 @@ EDITS = {
     "depth": ("i % 4 == 0", "i % 3 == 0"),
     "SwiGLU": (MLP, SWIGLU),
     "AdamW for all": ("scaler = make_optimizer(model),", "scaler = torch.optim.AdamW(model.parameters(), 3e-3),"),
-    "dense tables": ('group(NGRAM_LR * adamw_scale, betas=(0.0, 0.8), kind="sparse")', "group(NGRAM_LR * adamw_scale)"),
+    "dense tables": ('group(NGRAM_LR * wide, betas=(0.0, 0.8), kind="sparse")', "group(NGRAM_LR * wide)"),
     "no tables": ("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
     "dropout": ("x = x + self.mlp(h)", "x = x + F.dropout(self.mlp(h), 0.1, self.training)"),
     "z-loss": (LOSS, Z_LOSS),

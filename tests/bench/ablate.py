@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import harness
+import train
 from night.__main__ import parse
 from night.attribute import Change, decide, score_runs
 from night.commits import commit_train, read_train
@@ -22,27 +24,30 @@ from night.wave import Trainer, start_ray
 EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
     "3-grams": ("NGRAMS = (2, 3", "NGRAMS = (2"),
     "4-grams": (", 4)  ", ",)  "),
-    "induction embedding": ("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F."),
+    "induction embedding": ("norm(x + found.unsqueeze(-1) * F", "norm(x + 0 * F"),
     "x0": ("x = x + self.x0_lambda * x0", "pass"),
-    "value embeddings": ("if layer.value_embed else None\n        self.g", "if False else None\n        self.g"),
+    "value embeddings": ("if self.value_embed is not None:\n            v", "if False:\n            v"),
     "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),
-    "decay of value embeddings": ("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  "),
     "head gates": ("(y * gate[:, :, :H]).reshape", "y.reshape"),
     "residual lambdas": ("x = self.residual_lambda * x ", "x = x "),
     "shifted half keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
-    "shifted pieces": ("shift=i % 2 * window // 2", "shift=0"),
+    "shifted pieces": ("self.shift = i % 2 * self.window // 2", "self.shift = 0"),
     "LeakyReLU^2, not ReLU^2": ("F.leaky_relu(x, 0.3)", "F.relu(x)"),
     "softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
-    "NorMuon": ("    update = update * (total / even_total.clamp_min(1e-10) / moment.clamp_min(1e-10)).sqrt()\n", ""),
-    "cautious decay": ("cautious = update * p >= 0", "cautious = 1.0"),
-    "momentum warm-up": ("min(1.0, step / MOMENTUM_WARMUP)", "1.0"),
+    "cautious decay": ("decay * p * (update * p >= 0)", "decay * p"),
+}
+GPT = "self.config, self.dtype, self.attention = config, "
+OF_EXPERTS = {  # for sizes that have some
+    "experts": (GPT, f"config = dataclasses.replace(config, num_experts=0)\n        {GPT}"),
+    "balance of the experts": ("BALANCE_RATE = 0.01", "BALANCE_RATE = 0.0 "),
+    "slower experts": ("EXPERT_LR_SCALE = 0.5", "EXPERT_LR_SCALE = 1.0"),
 }
 
 
 def without(text: str, names: list[str]) -> str:
     """train.py without some mechanisms."""
     for name in names:
-        old, new = EDITS[name]
+        old, new = (EDITS | OF_EXPERTS)[name]
         assert text.count(old) == 1, f"{name}: {text.count(old)} times in train.py: {old!r}"
         text = text.replace(old, new)
     return text
@@ -51,7 +56,8 @@ def without(text: str, names: list[str]) -> str:
 def main() -> None:
     args = parse(["wave", *sys.argv[1:]])
     trainer = Trainer(args, start_ray(args)._replace(report=True))  # so that runs score the test split, too
-    full, names = commit_of("HEAD"), list(EDITS)
+    gpu = harness.named_gpu(args.gpu) if args.gpu else harness.this_gpu()
+    full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
     text = read_train(full).decode()
 
     def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:

@@ -322,6 +322,7 @@ def record(
         patch.object(train, "compiled", functools.cache(train.compiled.__wrapped__)),
         patch.object(train.GPT, "init_weights", lambda model: None),  # it looks at values
         patch.object(train, "attention", functools.cache(train.attention.__wrapped__)),
+        patch("torch.optim.adam._device_dtype_check_for_fused", lambda _: None),
         patch.object(harness, "load_fa3", lambda: flash),
         patch.object(train, "fa2", fa2),
         patch.object(train, "NGRAMS", () if port else train.NGRAMS),
@@ -345,7 +346,10 @@ def record(
             with torch.no_grad():
                 model(tokens, tokens, reduction="none")
         else:
-            train.train_step(model, optimizer, scaler, itertools.repeat((tokens, tokens, 0)))
+            step = functools.partial(train.train_step, model, optimizer, scaler, itertools.repeat((tokens, tokens, 0)))
+            step()  # the first one also makes AdamW's state
+            recorder.kernels, recorder.saved = [], 0
+            step()
     return recorder, model, optimizer
 
 
@@ -361,7 +365,7 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
         rows[key] = [a + b for a, b in zip(rows[key], (took, kernel.flops, kernel.bytes, 1), strict=True)]
     # recorder.saved: what compiled forwards keep for their backwards, of all micro-batches
     activations = recorder.saved * config.device_batch_size * config.seq_len // config.total_batch_size
-    states = [group["state"] for group in optimizer.param_groups]
+    states = [*optimizer.state.values(), *(group.get("state") for group in optimizer.param_groups)]
     tables = nbytes(*model.ngram_embeds.parameters())  # of whose gradient there is a row per token
     sparse = tables * config.total_batch_size // max(1, config.ngram_rows)
     gradients = nbytes(*model.parameters()) - tables + sparse
@@ -374,6 +378,7 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
         memory_gb=(nbytes(*model.parameters(), states) + gradients + activations) / 2**30,
         dtype=model.dtype,
         attention=model.attention,
+        model=model,
         recorder=recorder,
     )
 

@@ -30,24 +30,17 @@ RECIPES = {
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
 import dataclasses, inspect, textwrap
-shape = dict(depth=8, n_embd=512, window=1024, device_batch_size=128, total_batch_size=2**19, num_experts=0)
+shape = dict(depth=8, n_embd=512, window=1024, full_heads=4, num_experts=0)
+shape |= dict(device_batch_size=128, total_batch_size=2**19)
 config = dataclasses.replace(train.SIZES[-1][1], **shape)
 train.pick_size = lambda gpu: config
 train.scale_batch = lambda config, seconds: config
 train.NGRAMS = ()
 sources = {}
-train.layers = lambda config: [
-    train.Layer(4 * (i % 4 == 3), 1024, shift=0, value_embed=i % 2 == 1) for i in range(config.depth)
-]
 for owner, method, ours, theirs in (
     (train.Attention, "forward", "k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
     (train.Attention, "forward", "(y * gate[:, :, :H])", "y"),
-    (
-        train.GPT,
-        "look_up",
-        "x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])",
-        "x",
-    ),
+    (train.GPT, "trunk", "x + found.unsqueeze(-1) * F.embedding(followers, induction_embed)", "x"),
     (train.GPT, "forward", "*induction(idx)", "None, None"),
 ):
     source = sources.get((owner, method)) or textwrap.dedent(inspect.getsource(getattr(owner, method)))

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 torch_compile = torch.compile  # a Recorder stands in for it
 
-GEMMS = ("mm", "bmm", "addmm", "baddbmm")
+GEMMS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 GATHERS = ("embedding", "index")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
@@ -57,7 +57,8 @@ def is_view(op) -> bool:
 
 
 def is_alone(op) -> bool:
-    return op.namespace not in ("aten", "prims") or "attention" in name_of(op) or name_of(op) in GEMMS + SCATTERS
+    alone = "sort", *GEMMS, *SCATTERS
+    return op.namespace not in ("aten", "prims") or "attention" in name_of(op) or name_of(op) in alone
 
 
 def tensors_in(*tree) -> list[torch.Tensor]:
@@ -73,7 +74,8 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     name, tensors = name_of(op), tensors_in(args)
     if name in GEMMS:
         kind = "GEMM" if out.element_size() == 2 else "fp32 GEMM"
-        return Kernel(where, kind, 2 * out.numel() * tensors[-2].size(-1), nbytes(args, out))
+        a, b = tensors[:2] if name == "_grouped_mm" else tensors[-2:]
+        return Kernel(where, kind, 2 * a.numel() * b.size(-1), nbytes(args, out))
     if "attention" in name:  # causal, and memory-efficient: the backward computes the scores again
         kind, gemms = ("attention backward", 5) if "backward" in name else ("attention forward", 2)
         B, H, T, D = tensors[0].shape
