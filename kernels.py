@@ -143,30 +143,19 @@ def _rows(logits, *args):
     (_rows_triton if logits.is_cuda else _rows_torch)(logits, *args)
 
 
-@jit
-def _scale_kernel(x, factor, n, BLOCK: tl.constexpr):
-    """x (n,) *= factor (1,), in fp32. Does nothing if the factor is 1, the usual case."""
-    f = tl.load(factor)
-    if f != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(x + at, tl.load(x + at, mask=at < n).to(tl.float32) * f, mask=at < n)
-
-
 def _tracing(x):
     """Whether torch.compile is tracing. Before torch 2.13 only x's type shows it while AOTAutograd traces."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def _scaled(grad, factor):
-    """A saved gradient times factor, () or one per row: in fp32, and in place if possible."""
+    """A saved gradient times factor, () or one per row, in fp32; in place unless it is needed again."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative")
+    factor = factor.view(-1, 1)  # a factor () would be rounded to grad's dtype first
     if _tracing(grad) or torch._C._autograd._get_current_graph_task_keep_graph():  # with retain_graph
-        return (grad * factor.view(-1, 1)).to(grad.dtype)  # a factor () would be rounded to grad's dtype first
-    if factor.dim() or not (grad.is_cuda and grad.is_contiguous()):
-        return grad.mul_(factor.view(-1, 1))
-    _scale_kernel[(triton.cdiv(grad.numel(), 8192),)](grad, factor, grad.numel(), BLOCK=8192, num_warps=8)
-    return grad
+        return (grad * factor).to(grad.dtype)
+    return grad.mul_(factor)
 
 
 def _split_scale(scale, dtype):

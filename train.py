@@ -27,7 +27,7 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 # ---- Hyperparameters; sizes by GPU are in SIZES
 
 ROPE_BASE = 200_000        # of the rotary embedding
-SOFTCAP = 12.0             # of the logits; None: none
+SOFTCAP = 12.0             # of the logits, or None
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
 X0_LAMBDA = 0.05           # share of the first hidden states that enters every other block at the start
@@ -83,7 +83,7 @@ SIZES = (  # from this many FLOP/s on
 
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
-    """Activations' dtype and kind of attention. torch.cuda.is_bf16_supported() is True on a T4, too: it emulates."""
+    """Activations' dtype, kind of attention. torch.cuda.is_bf16_supported() is True on a T4: it emulates."""
     if gpu.capability is None:
         return torch.float32, "sdpa"
     if gpu.capability < (7, 0):
@@ -110,7 +110,7 @@ def scale_batch(config: Config, seconds: float) -> Config:
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
 
 
-# ---- GPT: RoPE, QK-norm, LeakyReLU^2, gated heads, n-gram, induction and value embeddings
+# ---- GPT: RoPE, QK-norm, LeakyReLU^2, head gates, n-gram, induction and value embeddings
 
 
 def norm(x):
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of a key is the previous token's: one layer finds what followed a token last time
+        # Half of a key is the previous token's: one layer finds what followed a token before
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         full, rest = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)))
         heads = ((full, T), (rest, self.window))
@@ -342,7 +342,7 @@ class GPT(nn.Module):
 
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to the last hidden states."""
-        # cast before the lookups: no (B, T, C) in fp32
+        # cast before lookups: no (B, T, C) in fp32
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
         x = x0 = norm(x + found.unsqueeze(-1) * F.embedding(followers, induction_embed))
@@ -388,7 +388,7 @@ def update_buffers(model):
 
 
 def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -> GPT:
-    """A fresh GPT. config: a Config, or the dict of its fields that a checkpoint holds."""
+    """A fresh GPT. config: a Config, or its fields, as in a checkpoint."""
     config = Config(**config) if isinstance(config, dict) else config
     torch.set_float32_matmul_precision("high")
     with device:

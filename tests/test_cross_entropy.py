@@ -173,9 +173,6 @@ def test_scaling_multiplies_in_fp32(device):
     for value in (1 / 3, 1.0, -3e4):  # -3e4 overflows fp16 in places
         factor = torch.tensor(value, device=device)
         expected = (x.float() * factor).half()
-        wide = torch.nn.functional.pad(x.flatten(), (0, 99))
-        kernels._scale_kernel[(5,)](wide, factor, x.numel(), BLOCK=2048)
-        assert torch.equal(wide[:-99].view_as(x), expected) and not wide[-99:].any()
         with torch.no_grad():
             assert torch.equal(kernels._scaled(x.clone(), factor), expected)
             assert torch.equal(kernels._scaled(x.T.clone().T, factor), expected)

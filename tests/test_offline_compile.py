@@ -20,7 +20,7 @@ CAPABILITIES = (75, 80, 90)
 ALIGNED = {"logits_stride", "grads_stride"}  # integers known to be multiples of 16, as every pointer is
 
 # kernel, types of its runtime arguments ("x": the dtype of the activations; None: not given), its constants, warps
-TABLE = ["*x", "*fp32", "*i64", "*i64", "*x", "*fp32", "fp32", "*fp32", "*fp32", "i32"]
+TABLE = ["*x", "*fp32", "*i64", "*i64", "*x", "fp32", "fp32", "*fp32", "*fp32", "i32"]
 
 
 def arguments(grads: bool, lse: bool, softcap: bool) -> list[str | None]:
@@ -37,7 +37,6 @@ VARIANTS = [
     for lse in (True, False)
     if grads or v == 8192
 ] + [
-    ("_scale_kernel", ["*x", "*fp32", "i64"], {"BLOCK": 8192}, 8),
     ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
     ("_row_adam_kernel", TABLE, {"C": 128, "BLOCK": 128}, 4),
     ("_row_adam_kernel", TABLE, {"C": 384, "BLOCK": 512}, 4),
