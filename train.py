@@ -55,7 +55,7 @@ FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of model and batches; goes into the checkpoint."""
+    """Sizes; goes into the checkpoint."""
 
     depth: int              # layers
     n_embd: int             # of the residual stream
@@ -309,7 +309,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention = config, dtype, attention
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
-        self.induction_embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.induction_embed = nn.Embedding(config.vocab_size + 1, config.n_embd)  # the last row: nothing found
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
@@ -345,7 +345,9 @@ class GPT(nn.Module):
         # cast before lookups: no (B, T, C) in fp32
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
-        x = x0 = norm(x + found.unsqueeze(-1) * F.embedding(followers, induction_embed))
+        # where(): a lookup would add most gradients to the last row, one by one
+        x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
+        x = x0 = norm(x)
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         for block in self.blocks:
             x = block(x, x0, idx, cos, sin)
@@ -357,7 +359,6 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
-        assert idx.size(1) <= self.config.seq_len, f"{idx.size(1)} tokens for seq_len={self.config.seq_len}"
         # enable_grad: evaluation runs what training has compiled
         with torch.enable_grad(), sdpa_kernel(BACKENDS[2 * (self.dtype == torch.float16) :], set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
@@ -512,7 +513,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 def make_optimizer(model: GPT) -> MuonAdamW:
     """A parameter goes to the group whose key is part of its name, other matrices of a block to Muon."""
-    wide = (model.config.n_embd / 768) ** -0.5  # as nanochat, whose rates are for width 768
+    wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
         return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=MOMENTUM, params=[])
@@ -578,7 +579,7 @@ def train_step(model, optimizer, scaler, loader):
 
 
 def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: harness.GPU):
-    """Returns the model and numbers for the summary."""
+    """Returns model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu)
     harness.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
@@ -595,7 +596,7 @@ def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
         before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
-        if epochs_left < before:  # tables start over with whole epochs left: they see no text twice
+        if epochs_left < before:  # tables start over with whole epochs left, to see no text twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:

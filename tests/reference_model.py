@@ -138,8 +138,7 @@ def logits(model: Model, weights: dict[str, Tensor], tokens: list[int]) -> Tenso
     x = weights["embed.weight"][tokens]
     for n, table in enumerate(below("ngram_embeds.").values(), start=2):
         x = x + table[[ngram_row(tokens, t, n, len(table)) for t in places]]
-    induction = F.pad(weights["induction_embed.weight"], (0, 0, 0, 1))  # the last row, [-1], for none
-    x = x0 = rms_norm(x + induction[[follower(tokens, t) for t in places]])
+    x = x0 = rms_norm(x + weights["induction_embed.weight"][[follower(tokens, t) for t in places]])  # [-1]: none
     for i, layer in enumerate(model.layers):
         block = below(f"blocks.{i}.")
         x = block["residual_lambda"] * x

@@ -24,7 +24,7 @@ from night.wave import Trainer, start_ray
 EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
     "3-grams": ("NGRAMS = (2, 3", "NGRAMS = (2"),
     "4-grams": (", 4)  ", ",)  "),
-    "induction embedding": ("norm(x + found.unsqueeze(-1) * F", "norm(x + 0 * F"),
+    "induction embedding": ("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F."),
     "x0": ("x = x + self.x0_lambda * x0", "pass"),
     "value embeddings": ("if self.value_embed is not None:\n            v", "if False:\n            v"),
     "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),

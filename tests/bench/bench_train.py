@@ -40,7 +40,12 @@ sources = {}
 for owner, method, ours, theirs in (
     (train.Attention, "forward", "k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
     (train.Attention, "forward", "(y * gate[:, :, :H])", "y"),
-    (train.GPT, "trunk", "x + found.unsqueeze(-1) * F.embedding(followers, induction_embed)", "x"),
+    (
+        train.GPT,
+        "trunk",
+        "torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])",
+        "0",
+    ),
     (train.GPT, "forward", "*induction(idx)", "None, None"),
 ):
     source = sources.get((owner, method)) or textwrap.dedent(inspect.getsource(getattr(owner, method)))
