@@ -51,7 +51,6 @@ SECTIONS = [
         ('x = x + self.attn(norm(x), idx, cos, sin)', 'x = self.attn(norm(x), idx, cos, sin)'),
         ("x = x0 = norm(x)", "x = x0 = x"),
         ("induction_embed), induction_embed[-1])", "induction_embed), 0)"),
-        ('found.unsqueeze(-1) * F.embedding', 'F.embedding'),
         ('self.shift = i % 2 * self.window // 2', 'self.shift = 0'),
         ('((full, T), (rest, self.window))', '((full, T), (rest, T))'),
         ('C) if i % 2 == 0 else None', 'C) if i % 2 else None'),
@@ -369,7 +368,6 @@ SECTIONS = [
         ("BACKENDS[2 * (self.dtype == torch.float16) :]", "BACKENDS"),
         ("enabled=model.dtype == torch.float16)", "enabled=model.dtype == torch.bfloat16)"),
         ("cache_key_tag = str(BACKENDS)", "cache_key_tag = str(BACKENDS[2:])"),
-        ("config.full_heads * (i % 4 == 0)", "config.full_heads * (i % 5 == 0)"),
     ]),
     ("Weights and text", "harness.py", ["test_run.py", "-k", "saved or full_disk or sample or writ or official"], [
         ("else t).contiguous() for", "else t) for"),
@@ -486,7 +484,7 @@ SECTIONS = [
     ]),
     ("The reset of the tables", "train.py", ["test_train.py", "-k", "start_over"], [
         ('if epochs_left < before:', 'if epochs_left <= before:'),
-        ('clock.tokens_left() // epoch_tokens', 'clock.tokens_left() // epoch_tokens - 1'),
+        ('clock.tokens_left() // epoch_tokens', '(clock.tokens_left() - 500) // epoch_tokens'),
         ('clock.tokens_left() // epoch_tokens', 'clock.tokens_left() // 7'),
         ('before, epochs_left = epochs_left,', 'before, epochs_left = math.inf,'),
         ("nn.init.zeros_(table.weight)\n        if clock", "nn.init.zeros_(table.weight)\n                break\n        if clock"),
