@@ -286,7 +286,7 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # of the first one
+        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # and of x0
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
