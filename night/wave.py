@@ -297,11 +297,11 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` knows it by this process
     with own as folder, open(f"{folder}/run.log", "w") as log:
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_bytes(content)
-        Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
+        Path(folder, "results.tsv").write_bytes(b"")  # not the archive's: other rows, or a link to them
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
         sent, code = defaultdict(int), None  # bytes of each file of the record
         try:

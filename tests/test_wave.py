@@ -181,6 +181,17 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
     assert b"\n\xff no row\n" in harness.RESULTS.read_bytes()
 
 
+def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
+    log = clone.folder.with_name("elsewhere.tsv")
+    log.write_text("\t".join(harness.COLUMNS) + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
+    (clone.folder / "results.tsv").symlink_to(log)
+    clone.run("git update-index --no-skip-worktree results.tsv; git add results.tsv")
+    clone.commit(base="val_bpb = 1.3")
+    assert clone.run("git ls-tree HEAD results.tsv").startswith("120000")
+    clone.finish(clone.wave(*TWO_SLOTS))
+    assert [row["description"] for row in clone.rows()] == ["old", "base"]
+
+
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
     """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first of the good
     rows. Ray listens on loopback only. The wave begins as in a script, by `&`: SIGINT is ignored."""
