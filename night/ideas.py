@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from harness import Description
 from night.records import curve_of, jump
-from night.rows import ROOT, git, grouped, scores
+from night.rows import ROOT, git, grouped, scores, uncommitted
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Idea:
 
 def ideas(rows: list[dict]) -> list[Idea]:
     """Those of rows of one kind, in the order of their first rows."""
-    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
+    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
     for i, idea in enumerate(found):

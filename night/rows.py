@@ -75,8 +75,13 @@ def arm(row: dict) -> str:
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
-    """Those of a commit that did not crash."""
-    return [row for row in rows if row["commit"] == commit and row["status"] != "crash"]
+    """Those of a commit, as it is, that did not crash."""
+    return [row for row in rows if row["commit"] == commit and row["status"] != "crash" and not uncommitted(row)]
+
+
+def uncommitted(row: dict) -> bool:
+    """Whether what ran was not the commit's train.py, but one with changes that were not committed."""
+    return Description.parse(row).subject.endswith(" (train.py differs)")
 
 
 def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
@@ -108,7 +113,7 @@ def seed_noise(row: dict) -> tuple[float, int]:
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
         for commit in {row["commit"] for row in rows}:
-            if found := [row["val_bpb"] for row in good(rows, commit)]:
+            if found := scores(good(rows, commit)).values():  # one for each seed: a repeated one may give the same
                 freedom += len(found) - 1
                 squares += statistics.pvariance(found) * len(found)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)

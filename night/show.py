@@ -38,7 +38,7 @@ def about_night(rows: list[dict]) -> str:
     """The reference, families of ideas, near misses and crashes of rows of one kind."""
     found, (sd, _) = ideas(rows), seed_noise(rows[0])
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
-    reference = next(idea for idea in found if idea.commit == kept[-1]["commit"])
+    reference = next(idea for idea in found if kept[-1] in idea.rows)
     count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")

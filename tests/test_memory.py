@@ -159,6 +159,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     base = commit("base", 1.30)
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
     harness.log_result(val_bpb=1.31, description="base, seed 1", **row)
+    harness.log_result(val_bpb=1.25, description="base (train.py differs)", **row)
     for name, val_bpb, old, new in (
         ("higher, seed 42", 1.32, "0.1", "0.2"),
         ("lower", 1.22, "0.1", "0.05"),
@@ -170,13 +171,14 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         commit(name, val_bpb, old, new)
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
-    assert "8 experiments with 7 commits; 2 kept, 1 crashed." in told, told
+    assert "9 experiments with 8 commits; 3 kept, 1 crashed." in told, told
     assert "A seed's standard deviation is 0.0071: `~` marks noise, for one seed below 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05\n" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
     assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
     assert re.search(r"- 1.3050\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
+    assert f"-0.0500* {base}+ base (train.py differs)" in told
     with pytest.raises(harness.PrepareError, match="no row, 60 s"):
         show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
 
