@@ -77,7 +77,7 @@ def read_diffs(found: list[Idea]) -> None:
     if not found:
         return
     options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
-    log = git("log", *options, *(idea.commit for idea in found), "--", "train.py")
+    log = git("log", "--no-color", *options, *(idea.commit for idea in found), "--", "train.py")
     patches = dict(part.partition("\n")[::2] for part in log.split("\0")[1:])
     for idea in found:
         _, at, rest = patches.get(idea.commit, "").partition("\n@@")

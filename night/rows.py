@@ -129,6 +129,11 @@ def git(*args: str, **options) -> str:
     return git_bytes(*args, **options).decode(errors="replace").strip()
 
 
+def archive(commit: str, *paths: str) -> bytes:
+    """A tar of its files, byte by byte: no line ends of a user's core.autocrlf."""
+    return git_bytes("-c", "core.autocrlf=false", "archive", commit, "--", *paths)
+
+
 def commit_of(revision: str) -> str:
     """Its 7 digits."""
     try:

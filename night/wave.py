@@ -23,7 +23,7 @@ from harness import Description, Label
 from night.clean import scratch_folder
 from night.live import Board, wave_lock
 from night.records import folder_name, new_folder
-from night.rows import ROOT, Kind, decide, git_bytes, good, grouped, name_of, reference, revisions, scores, with_error
+from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, reference, revisions, scores, with_error
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
@@ -131,7 +131,7 @@ class Trainer:
 
         self.ray, self.args, self.kind = ray, args, kind
         self.pending, self.records, self.stopped = {}, {}, []
-        self.archive = functools.lru_cache(8)(lambda commit: ray.put(git_bytes("archive", commit)))
+        self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
         files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
@@ -258,9 +258,9 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it is a folder of one's own
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
-    task, archive = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), git_bytes("archive", "HEAD")
+    task, files_of_head = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), archive("HEAD")
     able, on = [], [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    for node, answer in zip(nodes, [task.remote(archive, files, command) for task in on], strict=True):
+    for node, answer in zip(nodes, [task.remote(files_of_head, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), tuple):  # it has begun
             pass
         _, log, *reason = event

@@ -28,6 +28,7 @@ with open(calls, "a+") as file:
     file.write("call\n")
 word, train = words[n % len(words)], pathlib.Path("train.py")
 text = train.read_text()
+assert b"\r" not in train.read_bytes()
 assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
 assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
 assert not {"PYTHONPATH", "AUTORESEARCH_CACHE"} & set(os.environ) and os.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -167,13 +168,21 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
 
 
 def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
+    """Whatever the user has told git."""
     (loop.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
+    hooks, config = loop.folder.with_name("hooks"), loop.folder.with_name("config")
+    hooks.mkdir()
+    for name in ("pre-commit", "prepare-commit-msg", "commit-msg"):
+        (hooks / name).symlink_to("/bin/false")
+    config.write_text(f"[core]\nautocrlf = true\nhooksPath = {hooks}\n[color]\nui = always\n[commit]\ngpgsign = true\n")
+    loop.env["GIT_CONFIG_GLOBAL"] = str(config)
     loop.finish(loop.loop("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"]))
     (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
     assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
-    assert "Reference: " in memory and "- refused: it changes harness.py" in memory and "the loop ended" not in memory
+    assert "Reference: " in memory and "not in this clone" not in memory
+    assert "- refused: it changes harness.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
 
 
