@@ -38,10 +38,11 @@ def folder_name(commit: str, seed: int | None, setting: str) -> str:
 
 def new_folder(name: str) -> Path:
     """A new folder of that name; of a repeated run it ends in .2, .3 and so on."""
+    RUNS.mkdir(exist_ok=True)  # fails for a link to nowhere, where each name below would seem to exist
     for i in itertools.count(1):
         folder = RUNS / (name if i == 1 else f"{name}.{i}")
         with suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
 
 

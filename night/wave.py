@@ -195,10 +195,11 @@ class Trainer:
             event, (run, base) = next_event(stream), self.pending[stream]
             if isinstance(event, str):
                 print(f"start    {' '.join(run[:2])} on {event}")
-                self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
+                with suppress(OSError):  # the run goes on without a record
+                    self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
             elif isinstance(event, dict):
                 for name, news in event.items():
-                    with suppress(OSError), (self.records[run] / name).open("ab") as file:  # else without a record
+                    with suppress(KeyError, OSError), (self.records[run] / name).open("ab") as file:
                         file.write(news)
             else:
                 del self.pending[stream]

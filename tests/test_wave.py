@@ -192,6 +192,15 @@ def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
     assert [row["description"] for row in clone.rows()] == ["old", "base"]
 
 
+def test_where_runs_cannot_be_written_runs_and_waves_go_on_without_a_record(clone):
+    clone.commit(base="val_bpb = 1.3 + args.seed / 100")
+    (clone.folder / "runs").symlink_to("/no/such/disk")
+    before = {*os.listdir("/dev")}
+    clone.run("python -m night run")
+    clone.finish(clone.wave("--seeds=1", *TWO_SLOTS))
+    assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.31] and {*os.listdir("/dev")} == before
+
+
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
     """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first of the good
     rows. Ray listens on loopback only. The wave begins as in a script, by `&`: SIGINT is ignored."""
