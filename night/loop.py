@@ -131,6 +131,8 @@ class Loop(Trainer):
         self.start = self.now = self.next = time.monotonic()
         self.resume()
         while self.pending or not self.over():
+            if branch() != self.branch:
+                raise PrepareError(f"the night is on {self.branch}: check that out again, and repeat the command")
             if self.over():
                 self.end_agents()
             while self.may_ask():
@@ -208,11 +210,11 @@ class Loop(Trainer):
 
     def new_number(self) -> int:
         n = 1 + max([0, *numbers(), *(n for n, *_ in self.commits().values())])
-        folder(n).mkdir(parents=True)
         self.note(n, ENDED)
         return n
 
     def note(self, n: int, verdict: str) -> None:
+        folder(n).mkdir(parents=True, exist_ok=True)
         with prepare.new_file(folder(n) / "verdict.txt") as file:
             file.write(f"{verdict}\n".encode())
 
@@ -295,8 +297,6 @@ class Loop(Trainer):
 
     def move(self, row: dict) -> None:
         """The night's branch goes on from a kept commit, and so does train.py here unless somebody has edited it."""
-        if branch() != self.branch:
-            raise PrepareError(f"the night is on {self.branch}: check that out again, and repeat the command")
         commit, head = row["commit"], git("rev-parse", "HEAD")
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit)):
             git("checkout", "-q", commit, "--", "train.py")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -247,6 +248,28 @@ def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):
     path.write_text(f"trains as {rows[-1]['commit']}\n")
     loop.finish(loop.loop("A", args=["--runs=1"]))
     assert loop.rows() == rows and path.read_text() == verdict and verdict.startswith("keep: ")
+
+
+def test_without_its_records_a_night_goes_on(loop):
+    loop.finish(loop.loop("A,worse", args=["--runs=2"]))
+    before = loop.rows()
+    shutil.rmtree(loop.folder / "runs")
+    loop.finish(loop.loop("A,worse", args=["--runs=3"]))
+    assert loop.rows()[:-1] == before and len(loop.verdicts()) >= 3
+
+
+def test_a_loop_ends_when_another_branch_is_checked_out_and_goes_on_when_its_own_is_again(loop):
+    night = loop.loop("worse", args=["--runs=6"])
+    while len(loop.rows()) < 4:
+        time.sleep(0.05)
+        assert night.poll() is None, night.stdout.read()
+    loop.run("git checkout -q main")
+    output = loop.finish(night, code=1)
+    assert output.endswith("night: the night is on autoresearch/mar5: check that out again, and repeat the command\n")
+    loop.run("git checkout -q autoresearch/mar5")
+    loop.finish(loop.loop("worse", args=["--runs=6"]))
+    bases = loop.run("git for-each-ref --format='%(parent)' refs/heads/autoresearch/mar5-loop/").split()
+    assert len(loop.verdicts()) >= 6 and {*bases} == {loop.run("git rev-parse autoresearch/mar5").strip()}
 
 
 def test_a_killed_loop_takes_its_agents_along(loop):
