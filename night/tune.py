@@ -48,6 +48,10 @@ class Knob(NamedTuple):
             return min(self.choices, key=lambda n: abs(n - x))
         return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
 
+    def parameter(self) -> str:
+        """Its name in a study, where no parameter may change its scale, as a share that becomes 1.0 does."""
+        return self.name if self.log else f"{self.name}, linear"
+
     def literal(self, value: float) -> str:
         """As its own is written: 2**17, 200_000."""
         if "**" in self.text and math.log2(value).is_integer():
@@ -203,7 +207,7 @@ class Tuner(Trainer):
             self.base = reference(self.kind)
         if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
             knobs = read_knobs(read_train(self.base), self.peak, self.args.knobs)
-            self.study.enqueue_trial({knob.name: knob.value for knob in knobs}, user_attrs={"base": self.base})
+            self.study.enqueue_trial({knob.parameter(): knob.value for knob in knobs}, user_attrs={"base": self.base})
         return self.study.ask()
 
     def start(self, trial) -> None:
@@ -212,7 +216,7 @@ class Tuner(Trainer):
         trial.set_user_attr("base", base[0])
         source, values = read_train(base[0]), {}
         for knob in read_knobs(source, self.peak, self.args.knobs):
-            value = knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log))
+            value = knob.fit(trial.suggest_float(knob.parameter(), knob.low, knob.high, log=knob.log))
             values |= {knob: value} if value != knob.value else {}
         run = run_of(*base)
         if values:

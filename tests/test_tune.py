@@ -130,8 +130,11 @@ def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_pat
 
 
 def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(clone):
+    """The idea also has a rate searched on a linear scale from now on."""
     search = clone.search("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", rows=2)
-    idea = clone.run("sed -i '$ a # an idea' train.py; git commit -qam idea; git rev-parse --short=7 HEAD").strip()
+    idea = clone.run(
+        "sed -i '$ a # an idea\ns/0.01, 0.1/0, 0.1/' train.py; git commit -qam idea; git rev-parse --short=7 HEAD"
+    ).strip()
     row = {key: clone.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
     harness.log_result(val_bpb=1.1, commit=idea, description="idea", path=clone.folder / "results.tsv", **row)
     clone.finish(search)
