@@ -187,6 +187,6 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
             shorter = f"{size} lines shorter" if size > 0 else "no shorter"
             text += f"; without {len(dropped)} of them the file is {shorter} and scores the same {numbers}"
             return f"{text}. It is the branch {ref}."
-        git("branch", "-q", "-D", ref)
+        git("update-ref", "-d", f"refs/heads/{ref}")  # also if it is checked out somewhere
         text += f". Without {len(dropped)} of them it is worse {numbers}"
     return f"{text}. Nothing is pruned."

@@ -12,7 +12,7 @@ from test_report import LABEL, Clone
 import harness
 import prepare
 from night import commits
-from night.attribute import Change, attribute, decide, halves, possible
+from night.attribute import Change, attribute, decide, halves, possible, prune
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
@@ -181,6 +181,26 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
     assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
+
+
+def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    files = [b"a = 1\n", b"a = 2\n"]
+
+    def run(script: str) -> str:
+        return subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).strip()
+
+    def score(runs: list) -> np.ndarray:
+        run("git worktree add -q elsewhere night-pruned")
+        return np.array([[1.2 + 0.1 * (commit != head), math.nan] for commit, _ in runs])
+
+    run("git init -q; git config user.name a; git config user.email a@b; echo a = 2 > train.py; git add train.py")
+    head = run("git commit -q -m a; git rev-parse --short=7 HEAD")
+    last = dict(commit=head, gpu="cpu", dataset="d", description="a", status="keep")
+    text = prune(files, last, [Change("a", 0, verdict="no evidence")], "night-pruned", score)
+    assert text.endswith("Without 1 of them it is worse (+0.1000, margin 0.0000). Nothing is pruned.")
+    assert run("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
