@@ -56,7 +56,7 @@ def wave_at_work() -> bool:
 
 def line(folder: Path) -> str:
     """A run's name, share of its budget, step, loss, speed and seconds left."""
-    points = curve(folder)
+    points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
     if not points:
         return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
     (unit, size), last = budget(folder), points[-1]

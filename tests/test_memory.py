@@ -140,6 +140,8 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
     (point,) = records.curve(first)  # the last line is being written
     assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
+    (second / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t0.00\t8192\t9\t0.1\n2\t0.01\t0\t9\t0.1\n")
+    assert " starts, " in live.line(second)  # a first step within 5 ms, no tokens
 
 
 def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
