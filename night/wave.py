@@ -92,6 +92,9 @@ def start_ray(args: argparse.Namespace) -> Kind:
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is at work: wait for it, or end it first")
+    header = "\t".join(harness.COLUMNS)
+    if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", header):
+        raise PrepareError(f"{harness.RESULTS} would refuse rows: its first line has to be `{header}`")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.

@@ -454,12 +454,15 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
         ("no-such-branch", "no-such-branch: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "another wave, tune, loop or report of this clone is at work"),
+        ("good", r"results.tsv would refuse rows: its first line has to be `commit\tval_bpb\t"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError('Ray')")
+    if "refuse" in remedy:
+        (clone.folder / "results.tsv").write_text("my notes\n")
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
