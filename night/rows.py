@@ -148,7 +148,9 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
         options = ["--no-walk=unsorted", "--no-show-signature", "--format=%H %s"]
         log = git("log", *options, *names, "--", stderr=subprocess.DEVNULL)
     except subprocess.CalledProcessError:
-        raise PrepareError(f"{' '.join(names)}: there are no such commits") from None
+        log = ""
+    if not log:
+        raise PrepareError(f"{' '.join(names)}: there are no such commits")
     return [(line[:7], line[41:]) for line in log.split("\n")]
 
 

@@ -452,6 +452,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     ("revision", "remedy"),
     [
         ("no-such-branch", "no-such-branch: there are no such commits"),
+        ("good..good", r"good\.\.good: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "another wave, tune, loop or report of this clone is at work"),
         ("good", r"results.tsv would refuse rows: its first line has to be `commit\tval_bpb\t"),
