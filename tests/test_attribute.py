@@ -183,6 +183,16 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
 
 
+def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(tmp_path, monkeypatch):
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    script = "git init -q -b night; git config user.name a; git config user.email a@b; "
+    script += "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
+    *pair, last = subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).split()
+    with pytest.raises(subprocess.CalledProcessError):
+        commits.commit_train(pair[1], b"", "keep", "night", pair[0])
+    assert subprocess.check_output(["git", "rev-parse", "night"], cwd=tmp_path, text=True).strip() == last
+
+
 def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(tmp_path, monkeypatch):
     monkeypatch.setattr("night.rows.ROOT", tmp_path)
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
