@@ -81,10 +81,10 @@ def budget(folder: Path) -> tuple[str, float]:
     return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
 
 
-def running() -> list[Path]:
-    """Records that are being written, the oldest first."""
+def running(quiet: float = QUIET) -> list[Path]:
+    """Records that are being written, the oldest first. quiet: seconds without a change that one may have."""
     found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
-    found = [folder for folder in found if time.time() - last_change(folder) < QUIET]
+    found = [folder for folder in found if time.time() - last_change(folder) < quiet]
     return sorted(found, key=lambda folder: folder.stat().st_ctime)
 
 

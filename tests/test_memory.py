@@ -222,7 +222,8 @@ def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, mon
     for name in ("aaaaaaa-42-300s", "bbbbbbb-42-300s", "ccccccc-42-300s", "ddddddd-42-300s"):
         (records.new_folder(name) / "log.txt").write_text("x" * 1000)
         (records.RUNS / name / "summary.json").write_text("{}")
-    records.new_folder("ccccccc-1-300s")  # at work
+    evaluates = records.new_folder("ccccccc-1-300s")
+    os.utime(evaluates, (time.time() - 900,) * 2)
     process = subprocess.Popen(["sleep", "0"])
     process.wait()
     gone, own = Path(f"/tmp/{clean.SCRATCH}{process.pid}-x"), Path(clean.scratch_folder())
