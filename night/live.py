@@ -35,7 +35,7 @@ class Board:
         if now - self.shown < (0.5 if self.live else 60):
             return
         self.shown = now
-        lines = [line(folder) for folder in records]
+        lines = [line(folder) for folder in records if folder.exists()]
         if self.total:
             left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
             lines.append(f"{done} of {self.total} runs have ended{left}")

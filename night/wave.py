@@ -215,7 +215,7 @@ class Trainer:
             print("interrupted: the same command goes on")
             for stream in self.pending:
                 self.ray.cancel(stream)
-            for folder in self.records.values():
+            for folder in filter(Path.exists, self.records.values()):
                 (folder / "summary.json").write_text('{"reason": "interrupted"}')  # so that it counts as ended
             if streams := [stream.completed() for stream in self.pending]:
                 self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)

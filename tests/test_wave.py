@@ -18,6 +18,7 @@ from small_corpus import ROOT, copy_files, texts, write_parquet
 from test_night import Night, command
 
 import harness
+from night.live import Board
 from night.rows import Kind
 from night.wave import Run, decide, log_row, table
 
@@ -199,6 +200,21 @@ def test_where_runs_cannot_be_written_runs_and_waves_go_on_without_a_record(clon
     clone.run("python -m night run")
     clone.finish(clone.wave("--seeds=1", *TWO_SLOTS))
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.31] and {*os.listdir("/dev")} == before
+
+
+def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clone, capsys):
+    clone.commit(base=SIX["hang"])
+    wave = clone.wave(*TWO_SLOTS)
+    while not (records := [*clone.folder.glob("runs/*")]):
+        time.sleep(0.05)
+        assert wave.poll() is None, wave.stdout.read()
+    shutil.rmtree(clone.folder / "runs")
+    board = Board(1)
+    board.shown -= 60
+    board.update(records, 1)
+    assert capsys.readouterr().out == "0 of 1 runs have ended\n"
+    wave.send_signal(signal.SIGINT)
+    assert "interrupted: the same command goes on" in clone.finish(wave, code=130)
 
 
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
