@@ -144,11 +144,8 @@ def commit_of(revision: str) -> str:
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """Their commits (7 digits) and subjects."""
-    try:
-        options = ["--no-walk=unsorted", "--no-show-signature", "--format=%H %s"]
-        log = git("log", *options, *names, "--", stderr=subprocess.DEVNULL)
-    except subprocess.CalledProcessError:
-        log = ""
+    command = ["git", "log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--"]
+    log = subprocess.run(command, cwd=ROOT, capture_output=True).stdout.decode(errors="replace").strip()
     if not log:
         raise PrepareError(f"{' '.join(names)}: there are no such commits")
     return [(line[:7], line[41:]) for line in log.split("\n")]
