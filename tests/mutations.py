@@ -764,6 +764,8 @@ SECTIONS = [
         ("if not in_history([{", "if in_history([{"),
     ]),
     ("The picture", "night/rows.py", ["test_night.py", "-k", "band or later_row"], [
+        ('row["status"] != "crash" and not uncommitted(row)]', 'row["status"] != "crash"]'),
+        ("found := scores(good(rows, commit)).values()", "found := [row['val_bpb'] for row in good(rows, commit)]"),
         ("statistics.pvariance(found)", "statistics.variance([*found, found[0]])"),
         ("statistics.pvariance(found) * len(found)", "statistics.pvariance(found)"),
         ("math.sqrt(squares / freedom)", "squares / freedom"),
