@@ -594,8 +594,9 @@ def num_params(model) -> int:
 
 
 def handle_signals(handler) -> None:
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, handler)
 
 
 def on_signal(number, frame):
@@ -608,7 +609,8 @@ def crash_reason(error: BaseException) -> str:
     """`out of memory`, `NaN at step 40`, or the error with train.py's two innermost lines: a wrong shape is found in
     Linear.forward, but was made by its caller."""
     if isinstance(error, SystemExit):
-        return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
+        reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
+        return reasons.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
         return "out of memory"
     if isinstance(error, (FloatingPointError, PrepareError)):

@@ -465,6 +465,12 @@ def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_th
     assert run.code == (-number if code is None else code) and ("val_bpb" in run.summary) == (not reason)
 
 
+@pytest.mark.parametrize(("handler", "code", "reason"), [("SIG_DFL", 129, " [terminal closed]"), ("SIG_IGN", 0, "")])
+def test_a_closed_terminal_ends_a_run_with_its_row_unless_nohup_shields_it(clone, handler, code, reason):
+    run = clone.run(edit=f"signal.signal(signal.SIGHUP, signal.{handler})\nat_step(5, lambda loss: send(1) or loss)")
+    assert run.code == code and clone.descriptions == [f"baseline{reason}"], run
+
+
 # Files and readers that go away, a disk that is full, a step that hangs
 
 
