@@ -212,7 +212,7 @@ def test_more_shards_than_open_files_are_allowed_work(tmp_path, cache, monkeypat
     prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 100))))
     code = "import prepare; print(len(prepare.TokenStream(prepare.Tokenizer.from_directory(), 'train').tokens))"
     shutil.copy(ROOT / "prepare.py", tmp_path)
-    command = ["bash", "-c", f'ulimit -Sn 40; exec {sys.executable} -c "{code}"']
+    command = ["bash", "-c", 'ulimit -Sn 40; exec "$@"', "-", sys.executable, "-c", code]
     assert int(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout) > 60
 
 
