@@ -303,6 +303,8 @@ def _flatten(x, targets, softcap, ignore_index, reduction):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= (softcap or 0) <= 50:
         raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
+    if not x.is_floating_point():
+        raise TypeError(f"need hidden states or logits in floats, not {x.dtype}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
