@@ -443,6 +443,7 @@ def dequantize_4bit(
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
         raise ValueError(f"{tuple(shape)} needs uint8 for {n} weights and fp32 for as many, not {stored}")
+    packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel knows strides
     if not packed.is_cuda:
         return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
