@@ -605,6 +605,9 @@ def row_adam_(
     grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
     (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays;
     all rows do if found_inf is not 0."""
+    (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
+    if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
+        raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
 
