@@ -329,7 +329,7 @@ def find_folder(folder: Path):
     paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
     if not paths:
         raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder")
-    label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-") or "folder"
+    label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"
     hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}

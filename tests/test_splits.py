@@ -439,6 +439,11 @@ def test_a_folder_called_climbmix_is_not_taken_for_the_hubs(climbmix, tmp_path, 
     assert prepare.prepare("climbmix").name.endswith("x1")  # not its number of shards either
 
 
+def test_a_folder_of_a_long_name_is_found_again(cache, tmp_path):
+    own = prepare.prepare(str(write_texts(tmp_path / ("x" * 250), numbered(0, 100))))
+    assert prepare.current_dataset() == own
+
+
 def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp_path, monkeypatch):
     first, second = prepare.prepare("climbmix", 1), prepare.prepare("climbmix", 2)
     prepare.DATASET.unlink()
