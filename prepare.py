@@ -650,8 +650,8 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        full = "free some space, or " if error.errno == errno.ENOSPC else ""
-        sys.exit(f"{one_line(error)}: {full}set AUTORESEARCH_CACHE to another folder")
+        remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
+        sys.exit(f"{one_line(error)}: {remedy}, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
 
