@@ -260,7 +260,7 @@ def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
         assert (run.code, run.err) == (0, "") and clone.left_over == {"model.safetensors"}
     times = ("first_step_sec", "training_seconds", "eval_seconds", "total_seconds", "tokens_per_sec", "num_params_M")
     seconds = [[float(run.summary[name]) for name in times] for run in runs]
-    assert both - 30 < sum(total for *_, total, _, _ in seconds) < both
+    assert min(both - 30, both / 2) < sum(total for *_, total, _, _ in seconds) < both
     for first, training, evaluation, total, rate, params in seconds:
         assert first + training + evaluation == pytest.approx(total, abs=1) and min(first, training, evaluation) > 0
         assert rate * training == pytest.approx(8192, abs=0.05 * rate + training), "as far as a tenth of a second tells"
