@@ -238,6 +238,8 @@ class Tokenizer:
     def train(texts: Iterable[str], path: Path) -> None:
         import rustbpe
 
+        if not 260 <= VOCAB_SIZE <= 65000:  # all bytes and special tokens; uint16
+            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE} is not possible: give 260 to 65000")
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
