@@ -76,13 +76,6 @@ def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
     assert f"Is a directory: '{tmp_path}': mend that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
-@pytest.mark.parametrize("size", [0, 259, 65001])
-def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_refused(monkeypatch, tmp_path, size):
-    monkeypatch.setattr(prepare, "VOCAB_SIZE", size)
-    with pytest.raises(PrepareError, match=f"VOCAB_SIZE = {size} .* 260 to 65000"):
-        Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
-
-
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     for call in (Tokenizer.from_directory, prepare.dataset_id, prepare.get_token_bytes, prepare.current_dataset):
