@@ -8,8 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from harness import Description
-from night.records import curve_of, jump
+from night.records import curve_of, jump, training_seconds
 from night.rows import ROOT, git, grouped, scores, uncommitted
+
+SLOWER = 1.15  # times as long is worth a word
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Idea:
     lines: tuple[int, int] = (0, 0)  # added, removed
     diff: str = ""
     changes: list[float] = field(default_factory=list)  # of val_bpb, to the train.py that it has edited, by seed
+    times: float = 1.0  # as long as that it trains, which tells where the budget is in tokens
 
     def __post_init__(self):
         self.subject = Description.parse(self.rows[0]).subject
@@ -58,6 +61,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
+        idea.times = training_seconds(idea.rows) / training_seconds([row for other in edited for row in other.rows])
         if not idea.changes and idea.scores and before:
             idea.changes = [idea.score - statistics.mean(before.values())]
     return found
@@ -113,4 +117,5 @@ def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
     jumps = [jump(curve_of(row)) for row in idea.rows]
+    found += [f"takes {idea.times:.2f} times as long"] * (idea.times > SLOWER)
     return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]

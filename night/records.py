@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -73,6 +74,12 @@ def summary(folder: Path) -> dict:
     with suppress(ValueError):
         return json.loads(prepare.read(folder / "summary.json"))
     return {}
+
+
+def training_seconds(rows: list[dict]) -> float:
+    """Median of the last runs of rows; NaN if they have left no records."""
+    found = [summary(folder).get("training_seconds") for row in rows for folder in folders(row)[:1]]
+    return statistics.median([seconds for seconds in found if seconds] or [math.nan])
 
 
 def budget(folder: Path) -> tuple[str, float]:

@@ -181,7 +181,8 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
-    assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
+    assert "a run of it (1.5 M tokens) ends" in before
+    assert "\nOnly train.py.\n\nThe budget is tokens, " in before and "no improvement.\n\n2.0 hours" in before
     assert "Reference: " in memory and "not in this clone" not in memory
     assert "- refused: it changes harness.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory

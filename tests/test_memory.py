@@ -109,6 +109,22 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
+def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
+    """By its parent's seconds: `more` is as slow as what it edits."""
+    clone.commit(base="val_bpb = 1.3", deep="val_bpb = 1.2", more="val_bpb = 1.1", unknown="val_bpb = 1.0")
+    at(monkeypatch, clone.folder)
+    lines = ["\t".join(harness.COLUMNS)]
+    for name, seconds in (("base", 40.0), ("deep", 60.0), ("more", 62.0), ("unknown", None)):
+        commit = clone.run(f"git rev-parse --short=7 {name}").strip()
+        lines.append(f"{commit}\t1.200000\t1.0\tkeep\t{name}\tH200 as T4, 62.4 M tokens\tcorpus\t62.4")
+        folder = records.new_folder(folder_name(commit, None, " as T4, 62.4 M tokens"))
+        (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
+    harness.RESULTS.write_text("\n".join(lines) + "\n")
+    rows = harness.read_results()
+    notes = [ideas.oddities(idea, rows) for idea in ideas.ideas(rows)]
+    assert notes == [[], ["takes 1.50 times as long"], [], []]
+
+
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
     night = Night(tmp_path / "clone", prepared)
     night.edit("talks a lot", "print('first'); print('x' * 3_000_000); print('last'); val_bpb = 1.2")
