@@ -21,6 +21,7 @@ import harness
 import prepare
 from harness import Description, Label
 from night.clean import scratch_folder
+from night.commits import doubts
 from night.live import Board, wave_lock
 from night.records import folder_name, new_folder
 from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, reference, revisions, scores, with_error
@@ -54,6 +55,8 @@ def wave(args: argparse.Namespace) -> None:
     """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
     ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
     (base,) = revisions([reference(trainer.kind)])
+    for doubt in doubts([commit for commit, _ in ideas]):
+        print(doubt)
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
     print(f"\n{table(trainer.train(runs, base), base[0])}")
 

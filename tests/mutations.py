@@ -844,7 +844,7 @@ SECTIONS = [
         ("share = value < 1 and", "share ="),
         ("0.75 * min(value, 1 - value)", "0.75 * value"),
         ("and not re.search(RATES, name)", ""),
-        ("if name in SIZES or name not in sizes]", "]"),
+        ("if name in searched or name not in sizes]", "]"),
         ("if name in wanted]", "]"),
         ("max(heads, value // head_dim - 2)", "value // head_dim - 2"),
         ('"window": lambda n: seq_len % n == 0, ', ""),

@@ -190,7 +190,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
     assert "9 experiments with 8 commits; 3 kept, 1 crashed." in told, told
-    assert "A seed's standard deviation is 0.0071: `~` marks noise, for one seed below 0.0200." in told
+    assert "deviation is 0.0071, by 1 repeated runs: `~` marks noise, for one seed below 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05\n" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)

@@ -182,6 +182,17 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
     assert b"\n\xff no row\n" in harness.RESULTS.read_bytes()
 
 
+def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
+    clone.commit(base="val_bpb = 1.3")
+    clone.run("echo '# another' >> harness.py && git commit -qam odd && git tag odd && git checkout -q base")
+    (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
+    output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS))
+    odd = clone.run("git rev-parse --short=7 odd").strip()
+    assert "train.py here has changes that are not committed: no run has them\n" in output
+    assert f"\n{odd} has another harness.py than HEAD: its rows may not compare\n" in output
+    assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.3]
+
+
 def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
     log = clone.folder.with_name("elsewhere.tsv")
     log.write_text("\t".join(harness.COLUMNS) + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
