@@ -505,9 +505,9 @@ def run(train: Callable, build_model: Callable) -> None:
                 text = textwrap.fill(clean(sample(model, tokenizer, "", args.seed, tokens=64)), 100)
                 print("The model writes:", textwrap.indent(text, "    "), sep="\n")  # not like a line of the summary
             if args.save:
-                save_weights(model)
+                save_weights(model, tokenizer)
         else:
-            print(sample(load_weights(build_model, device, gpu), tokenizer, args.sample, args.seed))
+            print(sample(load_weights(build_model, device, gpu, tokenizer), tokenizer, args.sample, args.seed))
     except (PrepareError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -600,8 +600,9 @@ def num_params(model) -> int:
 
 
 def handle_signals(handler) -> None:
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, handler)
 
 
 def on_signal(number, frame):
@@ -614,7 +615,8 @@ def crash_reason(error: BaseException) -> str:
     """`out of memory`, `NaN at step 40`, or the error with train.py's two innermost lines: a wrong shape is found in
     Linear.forward, but was made by its caller."""
     if isinstance(error, SystemExit):
-        return {130: "interrupted", 143: "killed"}.get(error.code, f"exit status {error.code}")
+        reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
+        return reasons.get(error.code, f"exit status {error.code}")
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
         return "out of memory"
     if isinstance(error, (FloatingPointError, PrepareError)):
@@ -633,15 +635,16 @@ def process_seconds() -> float:
 
 
 # ---- Weights and text
-def save_weights(model) -> None:
-    """Writes weights, in half precision, and config. A full disk costs the file, not the run."""
+def save_weights(model, tokenizer: Tokenizer) -> None:
+    """Writes weights, in half precision, config and tokenizer's hash. A full disk costs the file, not the run."""
     import torch
     from safetensors.torch import save_file
 
     part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
     state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
-        save_file(state, part, {"config": json.dumps(dataclasses.asdict(model.config))})
+        config = json.dumps(dataclasses.asdict(model.config))
+        save_file(state, part, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
         os.replace(part, WEIGHTS)
     except Exception as error:
         print(f"train.py: {WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
@@ -649,7 +652,7 @@ def save_weights(model) -> None:
         part.unlink(missing_ok=True)
 
 
-def load_weights(build_model: Callable, device, gpu: GPU):
+def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):
     """The model that the last run with --save left."""
     from safetensors import safe_open
 
@@ -657,10 +660,12 @@ def load_weights(build_model: Callable, device, gpu: GPU):
         raise PrepareError(f"no {WEIGHTS.name} yet: run python train.py --save first")
     try:
         with safe_open(WEIGHTS, "pt") as file:
+            if file.metadata()["tokenizer"] != tokenizer.fingerprint.hex():
+                raise ValueError("trained with another tokenizer")
             model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
-        text = f"{WEIGHTS.name} does not fit this train.py ({one_line(error)}): run python train.py --save again"
+        text = f"{WEIGHTS.name} does not fit train.py and dataset ({one_line(error)}): run python train.py --save again"
         raise PrepareError(text) from None
     return model
 

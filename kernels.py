@@ -292,6 +292,8 @@ def _flatten(x, targets, softcap, ignore_index, reduction):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= (softcap or 0) <= 50:
         raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
+    if not x.is_floating_point():
+        raise TypeError(f"need hidden states or logits in floats, not {x.dtype}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
@@ -430,6 +432,7 @@ def dequantize_4bit(
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
         raise ValueError(f"{tuple(shape)} needs uint8 for {n} weights and fp32 for as many, not {stored}")
+    packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel knows strides
     if not packed.is_cuda:
         return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -591,6 +594,9 @@ def row_adam_(
     grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
     (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays;
     all rows do if found_inf is not 0."""
+    (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
+    if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
+        raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
 

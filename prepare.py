@@ -238,6 +238,8 @@ class Tokenizer:
     def train(texts: Iterable[str], path: Path) -> None:
         import rustbpe
 
+        if not 260 <= VOCAB_SIZE <= 65000:  # all bytes and special tokens; uint16
+            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE} is not possible: give 260 to 65000")
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
@@ -329,7 +331,7 @@ def find_folder(folder: Path):
     paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
     if not paths:
         raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder")
-    label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-") or "folder"
+    label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"
     hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
@@ -650,8 +652,8 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        full = "free some space, or " if error.errno == errno.ENOSPC else ""
-        sys.exit(f"{one_line(error)}: {full}set AUTORESEARCH_CACHE to another folder")
+        remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
+        sys.exit(f"{one_line(error)}: {remedy}, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run again to go on")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
-from night.rows import branch, git, good, grouped, revisions, scores, seed_noise
+from night.rows import branch, git, good, revisions, scores, seed_noise
 from night.wave import Trainer, run_of
 from prepare import PrepareError
 
@@ -104,7 +104,7 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
 
     kept: rows of the kept commits, the first of which is the baseline.
     """
-    kept = [rows[0] for rows in grouped(kept, lambda row: row["commit"]).values()]
+    kept = lineage(kept)
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
     night = branch() or "HEAD"
     sizes = [file.count(b"\n") for file in files]
@@ -127,6 +127,17 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
         lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
     return "\n".join([*lines, "", prune(files, kept[-1], changes, f"{night}-pruned", train)])
+
+
+def lineage(kept: list[dict]) -> list[dict]:
+    """The last row, after rows of commits that contain one another: a change is what one adds to the one before. Of
+    two ideas that were tried on one commit and then merged, the later one and the merge."""
+    line = kept[-1:]
+    for row in reversed(kept):
+        commit, after = row["commit"], line[0]["commit"]
+        if commit != after and git("merge-base", commit, after).startswith(commit):
+            line.insert(0, row)
+    return line
 
 
 def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
@@ -169,13 +180,13 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
             continue
         commits = full, build(files, dropped, full, ref)
         found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
-        worse = (found[1::2, 0] - found[::2, 0]).mean()
+        worse = np.nanmean(found[1::2, 0] - found[::2, 0])  # NaN: a run has crashed
         numbers = f"({worse:+.4f}, margin {margin:.4f})"
         if worse <= margin:
             size = files[-1].count(b"\n") - pruned.count(b"\n")
             shorter = f"{size} lines shorter" if size > 0 else "no shorter"
             text += f"; without {len(dropped)} of them the file is {shorter} and scores the same {numbers}"
             return f"{text}. It is the branch {ref}."
-        git("branch", "-q", "-D", ref)
+        git("update-ref", "-d", f"refs/heads/{ref}")  # also if it is checked out somewhere
         text += f". Without {len(dropped)} of them it is worse {numbers}"
     return f"{text}. Nothing is pruned."

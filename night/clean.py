@@ -21,7 +21,7 @@ def scratch_folder() -> str:
 def clean(args: argparse.Namespace) -> None:
     """Lists the records of commits that were not kept, and folders of processes that have ended; deletes on --yes."""
     kept = {row["commit"] for i, row in enumerate(experiments()) if row["status"] == "keep" or not i}
-    at_work = records.running()
+    at_work = records.running(3600)  # an evaluation is silent for minutes where it is slow
     folders = [path for path in sorted(records.RUNS.glob("*-*/")) if path.name.split("-")[0] not in kept]
     folders = [path for path in folders if path not in at_work] + abandoned()
     sizes = [sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) for folder in folders]

@@ -22,7 +22,7 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str)
         beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
         parents = [f"-p{one}" for one in (parent, *merged)]
         commit = beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
-        beside("update-ref", f"refs/heads/{ref}", commit)
+        beside("update-ref", f"refs/heads/{ref}", commit, *[parent] * bool(merged))  # not over a later commit
     return commit[:7]
 
 
@@ -64,3 +64,14 @@ def group(files: list[bytes], i: int) -> set[int]:
         if without(files, dropped) is not None:
             return dropped
     return {i, *later}
+
+
+def doubts(commits: list[str]) -> list[str]:
+    """What somebody who trains them beside HEAD may not know."""
+    found = []
+    if git("diff", "--name-only", "HEAD", "--", "train.py"):
+        found.append("train.py here has changes that are not committed: no run has them")
+    for commit in commits:
+        if other := git("diff", "--name-only", "HEAD", commit, "--", "harness.py", "prepare.py"):
+            found.append(f"{commit} has another {' and '.join(other.split())} than HEAD: its rows may not compare")
+    return found

@@ -8,8 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from harness import Description
-from night.records import curve_of, jump
-from night.rows import ROOT, git, grouped, scores
+from night.records import curve_of, jump, training_seconds
+from night.rows import ROOT, git, grouped, scores, uncommitted
+
+SLOWER = 1.15  # times as long is worth a word
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Idea:
     lines: tuple[int, int] = (0, 0)  # added, removed
     diff: str = ""
     changes: list[float] = field(default_factory=list)  # of val_bpb, to the train.py that it has edited, by seed
+    times: float = 1.0  # as long as that it trains, which tells where the budget is in tokens
 
     def __post_init__(self):
         self.subject = Description.parse(self.rows[0]).subject
@@ -46,7 +49,7 @@ class Idea:
 
 def ideas(rows: list[dict]) -> list[Idea]:
     """Those of rows of one kind, in the order of their first rows."""
-    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
+    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
     for i, idea in enumerate(found):
@@ -58,6 +61,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
+        idea.times = training_seconds(idea.rows) / training_seconds([row for other in edited for row in other.rows])
         if not idea.changes and idea.scores and before:
             idea.changes = [idea.score - statistics.mean(before.values())]
     return found
@@ -77,7 +81,7 @@ def read_diffs(found: list[Idea]) -> None:
     if not found:
         return
     options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
-    log = git("log", *options, *(idea.commit for idea in found), "--", "train.py")
+    log = git("log", "--no-color", *options, *(idea.commit for idea in found), "--", "train.py")
     patches = dict(part.partition("\n")[::2] for part in log.split("\0")[1:])
     for idea in found:
         _, at, rest = patches.get(idea.commit, "").partition("\n@@")
@@ -113,4 +117,5 @@ def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
     jumps = [jump(curve_of(row)) for row in idea.rows]
+    found += [f"takes {idea.times:.2f} times as long"] * (idea.times > SLOWER)
     return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]

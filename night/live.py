@@ -35,7 +35,7 @@ class Board:
         if now - self.shown < (0.5 if self.live else 60):
             return
         self.shown = now
-        lines = [line(folder) for folder in records]
+        lines = [line(folder) for folder in records if folder.exists()]
         if self.total:
             left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
             lines.append(f"{done} of {self.total} runs have ended{left}")
@@ -56,7 +56,7 @@ def wave_at_work() -> bool:
 
 def line(folder: Path) -> str:
     """A run's name, share of its budget, step, loss, speed and seconds left."""
-    points = curve(folder)
+    points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
     if not points:
         return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
     (unit, size), last = budget(folder), points[-1]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -38,10 +39,11 @@ def folder_name(commit: str, seed: int | None, setting: str) -> str:
 
 def new_folder(name: str) -> Path:
     """A new folder of that name; of a repeated run it ends in .2, .3 and so on."""
+    RUNS.mkdir(exist_ok=True)  # fails for a link to nowhere, where each name below would seem to exist
     for i in itertools.count(1):
         folder = RUNS / (name if i == 1 else f"{name}.{i}")
         with suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
 
 
@@ -74,16 +76,22 @@ def summary(folder: Path) -> dict:
     return {}
 
 
+def training_seconds(rows: list[dict]) -> float:
+    """Median of the last runs of rows; NaN if they have left no records."""
+    found = [summary(folder).get("training_seconds") for row in rows for folder in folders(row)[:1]]
+    return statistics.median([seconds for seconds in found if seconds] or [math.nan])
+
+
 def budget(folder: Path) -> tuple[str, float]:
     """`tokens` or `seconds`, and how many."""
     number, unit = re.search(r"-(\d[\d.]*(?:e[+-]\d+)?)(M|s)(?:\.\d+)?$", folder.name).groups()
     return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
 
 
-def running() -> list[Path]:
-    """Records that are being written, the oldest first."""
+def running(quiet: float = QUIET) -> list[Path]:
+    """Records that are being written, the oldest first. quiet: seconds without a change that one may have."""
     found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
-    found = [folder for folder in found if time.time() - last_change(folder) < QUIET]
+    found = [folder for folder in found if time.time() - last_change(folder) < quiet]
     return sorted(found, key=lambda folder: folder.stat().st_ctime)
 
 

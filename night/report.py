@@ -7,7 +7,9 @@ import statistics
 import harness
 from harness import Description, Label
 from night.attribute import attribute
+from night.ideas import SLOWER
 from night.plot import plot
+from night.records import training_seconds
 from night.rows import arm, experiments, good, grouped, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
@@ -92,6 +94,11 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
         if tokens < 0.98 * row["tokens_M"]:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
+    before, after = (training_seconds(good(rows, row["commit"])) for row in (first, last))
+    if after > SLOWER * before:
+        lines.append(
+            f"It takes {after / before:.2f} times as long for its tokens: of a budget of seconds it would see fewer."
+        )
     return "\n".join(lines)
 
 

@@ -75,8 +75,13 @@ def arm(row: dict) -> str:
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
-    """Those of a commit that did not crash."""
-    return [row for row in rows if row["commit"] == commit and row["status"] != "crash"]
+    """Those of a commit, as it is, that did not crash."""
+    return [row for row in rows if row["commit"] == commit and row["status"] != "crash" and not uncommitted(row)]
+
+
+def uncommitted(row: dict) -> bool:
+    """Whether what ran was not the commit's train.py, but one with changes that were not committed."""
+    return Description.parse(row).subject.endswith(" (train.py differs)")
 
 
 def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
@@ -108,7 +113,7 @@ def seed_noise(row: dict) -> tuple[float, int]:
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
         for commit in {row["commit"] for row in rows}:
-            if found := [row["val_bpb"] for row in good(rows, commit)]:
+            if found := scores(good(rows, commit)).values():  # one for each seed: a repeated one may give the same
                 freedom += len(found) - 1
                 squares += statistics.pvariance(found) * len(found)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
@@ -124,6 +129,11 @@ def git(*args: str, **options) -> str:
     return git_bytes(*args, **options).decode(errors="replace").strip()
 
 
+def archive(commit: str, *paths: str) -> bytes:
+    """A tar of its files, byte by byte: no line ends of a user's core.autocrlf."""
+    return git_bytes("-c", "core.autocrlf=false", "archive", commit, "--", *paths)
+
+
 def commit_of(revision: str) -> str:
     """Its 7 digits."""
     try:
@@ -134,11 +144,10 @@ def commit_of(revision: str) -> str:
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """Their commits (7 digits) and subjects."""
-    try:
-        options = ["--no-walk=unsorted", "--no-show-signature", "--format=%H %s"]
-        log = git("log", *options, *names, "--", stderr=subprocess.DEVNULL)
-    except subprocess.CalledProcessError:
-        raise PrepareError(f"{' '.join(names)}: there are no such commits") from None
+    command = ["git", "log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--"]
+    log = subprocess.run(command, cwd=ROOT, capture_output=True).stdout.decode(errors="replace").strip()
+    if not log:
+        raise PrepareError(f"{' '.join(names)}: there are no such commits")
     return [(line[:7], line[41:]) for line in log.split("\n")]
 
 

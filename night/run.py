@@ -49,7 +49,7 @@ class Row:
     def make_up(self, reason: str) -> None:
         """Logs a crash, if the run has left no row; and the reason in its record, if it has left no summary."""
         self.hand_over()
-        with suppress(OSError), open(os.path.join(self.record.get("folder", "/dev"), "summary.json"), "x") as file:
+        with suppress(OSError), open(os.path.join(self.record.get("folder", os.devnull), "summary.json"), "x") as file:
             json.dump({"reason": reason}, file)
         if self.needed and not os.fstat(self.copy).st_size:
             label = harness.gpu_name() + self.setting
@@ -84,7 +84,7 @@ def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
     row.hand_over()
     options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
     command = [sys.executable, "train.py", *train_options(args, args.seed)]
-    log = os.path.join(row.record.get("folder", "/dev"), "log.txt")
+    log = os.path.join(row.record.get("folder", os.devnull), "log.txt")
     code, ended_by, end = guard(command, args.limit, front, log, echo=True, **options)
     late = f"no evaluation within {args.limit / 60:g} min"
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}

@@ -36,15 +36,16 @@ def last_place(setting: str = "") -> list[dict]:
 
 def about_night(rows: list[dict]) -> str:
     """The reference, families of ideas, near misses and crashes of rows of one kind."""
-    found, (sd, _) = ideas(rows), seed_noise(rows[0])
+    found, (sd, repeats) = ideas(rows), seed_noise(rows[0])
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
-    reference = next(idea for idea in found if idea.commit == kept[-1]["commit"])
+    reference = next(idea for idea in found if kept[-1] in idea.rows)
     count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
     if sd:
-        lines.append(f"A seed's standard deviation is {sd:.4f}: `~` marks noise, for one seed below {noise(sd):.4f}.")
+        known = f"A seed's standard deviation is {sd:.4f}, by {repeats} repeated runs"
+        lines.append(f"{known}: `~` marks noise, for one seed below {noise(sd):.4f}.")
     lines.append(
         "A number with a sign is the change of val_bpb that an edit made, one without is the score. `*` is kept.\n"
     )

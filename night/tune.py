@@ -23,6 +23,7 @@ from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
 SIZES = ("depth", "n_embd", "window", "total_batch_size")  # those searched unless --knobs names others
+CHEAP = ("total_batch_size",)  # leaves the cost of a token as it is: the only one where the budget is in tokens
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # in a name: not a share, though below 1
 SUBJECT = 120  # characters
 
@@ -48,6 +49,10 @@ class Knob(NamedTuple):
             return min(self.choices, key=lambda n: abs(n - x))
         return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
 
+    def parameter(self) -> str:
+        """Its name in a study, where no parameter may change its scale, as a share that becomes 1.0 does."""
+        return self.name if self.log else f"{self.name}, linear"
+
     def literal(self, value: float) -> str:
         """As its own is written: 2**17, 200_000."""
         if "**" in self.text and math.log2(value).is_integer():
@@ -59,8 +64,10 @@ class Knob(NamedTuple):
         return f"{self.name:24} {self.text:12} {where}"
 
 
-def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[Knob]:
-    """The top-level constants of a train.py, and the sizes in the row of SIZES for so many FLOP/s; or those named."""
+def read_knobs(
+    source: bytes, peak: float, names: Collection[str] = (), searched: Collection[str] = SIZES
+) -> list[Knob]:
+    """The top-level constants of a train.py, those searched of the sizes for so many FLOP/s; or those named."""
     nodes, fields, rows, sizes = {}, {}, [], {}
     for node in ast.parse(source).body:
         match node:
@@ -79,7 +86,7 @@ def read_knobs(source: bytes, peak: float, names: Collection[str] = ()) -> list[
     named = {name: (node, {}) for name, node in nodes.items() if node}
     named |= {name: (node, values) for name, node in sizes.items()}
     found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
-    wanted = names or [name for name in found if name in SIZES or name not in sizes]
+    wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
     return [knob for name, knob in found.items() if name in wanted]
@@ -145,23 +152,23 @@ def tune(args: argparse.Namespace) -> None:
     # A process of its own asks, so that this one takes no memory of a GPU
     ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
     peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
+    which = peak, args.knobs, CHEAP if args.tokens else SIZES
     if args.list:
-        source = read_train(reference(kind_here(args.setting)))
-        return print(*read_knobs(source, peak, args.knobs), sep="\n")
+        return print(*read_knobs(read_train(reference(kind_here(args.setting))), *which), sep="\n")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    Tuner(args, start_ray(args), peak).search()
+    Tuner(args, start_ray(args), which).search()
 
 
 class Tuner(Trainer):
     """A study in runs/tune.db, with a trial for each commit. Killed and started again, it goes on."""
 
-    def __init__(self, args: argparse.Namespace, kind: Kind, peak: float):
+    def __init__(self, args: argparse.Namespace, kind: Kind, which: tuple):
         import optuna
 
         super().__init__(args, kind)
-        self.peak, self.states, self.waiting = peak, optuna.trial.TrialState, defaultdict(list)
+        self.which, self.states, self.waiting = which, optuna.trial.TrialState, defaultdict(list)
         self.branch = branch() or "HEAD"
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
@@ -202,8 +209,8 @@ class Tuner(Trainer):
         if self.args.with_agent:
             self.base = reference(self.kind)
         if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
-            knobs = read_knobs(read_train(self.base), self.peak, self.args.knobs)
-            self.study.enqueue_trial({knob.name: knob.value for knob in knobs}, user_attrs={"base": self.base})
+            knobs = read_knobs(read_train(self.base), *self.which)
+            self.study.enqueue_trial({knob.parameter(): knob.value for knob in knobs}, user_attrs={"base": self.base})
         return self.study.ask()
 
     def start(self, trial) -> None:
@@ -211,8 +218,8 @@ class Tuner(Trainer):
         (base,) = revisions([trial.user_attrs.get("base", self.base)])
         trial.set_user_attr("base", base[0])
         source, values = read_train(base[0]), {}
-        for knob in read_knobs(source, self.peak, self.args.knobs):
-            value = knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log))
+        for knob in read_knobs(source, *self.which):
+            value = knob.fit(trial.suggest_float(knob.parameter(), knob.low, knob.high, log=knob.log))
             values |= {knob: value} if value != knob.value else {}
         run = run_of(*base)
         if values:

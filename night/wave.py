@@ -21,9 +21,10 @@ import harness
 import prepare
 from harness import Description, Label
 from night.clean import scratch_folder
+from night.commits import doubts
 from night.live import Board, wave_lock
 from night.records import folder_name, new_folder
-from night.rows import ROOT, Kind, decide, git_bytes, good, grouped, name_of, reference, revisions, scores, with_error
+from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, reference, revisions, scores, with_error
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
@@ -54,6 +55,8 @@ def wave(args: argparse.Namespace) -> None:
     """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
     ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
     (base,) = revisions([reference(trainer.kind)])
+    for doubt in doubts([commit for commit, _ in ideas]):
+        print(doubt)
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
     print(f"\n{table(trainer.train(runs, base), base[0])}")
 
@@ -92,6 +95,9 @@ def start_ray(args: argparse.Namespace) -> Kind:
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is at work: wait for it, or end it first")
+    header = "\t".join(harness.COLUMNS)
+    if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", header):
+        raise PrepareError(f"{harness.RESULTS} would refuse rows: its first line has to be `{header}`")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
     # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
@@ -131,7 +137,7 @@ class Trainer:
 
         self.ray, self.args, self.kind = ray, args, kind
         self.pending, self.records, self.stopped = {}, {}, []
-        self.archive = functools.lru_cache(8)(lambda commit: ray.put(git_bytes("archive", commit)))
+        self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
         files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
@@ -195,10 +201,11 @@ class Trainer:
             event, (run, base) = next_event(stream), self.pending[stream]
             if isinstance(event, str):
                 print(f"start    {' '.join(run[:2])} on {event}")
-                self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
+                with suppress(OSError):  # the run goes on without a record
+                    self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
             elif isinstance(event, dict):
                 for name, news in event.items():
-                    with suppress(OSError), (self.records[run] / name).open("ab") as file:  # else without a record
+                    with suppress(KeyError, OSError), (self.records[run] / name).open("ab") as file:
                         file.write(news)
             else:
                 del self.pending[stream]
@@ -211,7 +218,7 @@ class Trainer:
             print("interrupted: the same command goes on")
             for stream in self.pending:
                 self.ray.cancel(stream)
-            for folder in self.records.values():
+            for folder in filter(Path.exists, self.records.values()):
                 (folder / "summary.json").write_text('{"reason": "interrupted"}')  # so that it counts as ended
             if streams := [stream.completed() for stream in self.pending]:
                 self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
@@ -258,9 +265,9 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it is a folder of one's own
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
-    task, archive = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), git_bytes("archive", "HEAD")
+    task, files_of_head = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), archive("HEAD")
     able, on = [], [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    for node, answer in zip(nodes, [task.remote(archive, files, command) for task in on], strict=True):
+    for node, answer in zip(nodes, [task.remote(files_of_head, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), tuple):  # it has begun
             pass
         _, log, *reason = event
@@ -297,11 +304,11 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` knows it by this process
     with own as folder, open(f"{folder}/run.log", "w") as log:
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_bytes(content)
-        Path(folder, "results.tsv").write_bytes(b"")  # the archive's rows are not this run's
+        Path(folder, "results.tsv").write_bytes(b"")  # not the archive's: other rows, or a link to them
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
         sent, code = defaultdict(int), None  # bytes of each file of the record
         try:

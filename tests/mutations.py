@@ -424,12 +424,13 @@ SECTIONS = [
     ("The end of a run", "harness.py", ["test_harness.py", "-k", "wrong_shape"], [
         ("lines += re.findall(", "re.findall("),
     ]),
-    ("Signals", "harness.py", ["test_run.py", "-k", "signal or an_interrupt"], [
+    ("Signals", "harness.py", ["test_run.py", "-k", "signal or an_interrupt or closed_terminal"], [
+        ("signal.getsignal(number) != signal.SIG_IGN", "True"),
         ("handle_signals(signal.SIG_IGN)  # a second", "# a second"),
         ("handle_signals(signal.SIG_DFL)", "pass"),
         ("handle_signals(on_signal)", "pass"),
         ("    handle_signals(signal.SIG_IGN)\n    sys.exit(128", "    sys.exit(128"),
-        ('{130: "interrupted", 143: "killed"}', '{143: "interrupted", 130: "killed"}'),
+        ('130: "interrupted", 143: "killed"', '143: "interrupted", 130: "killed"'),
     ]),
     ("A step that hangs", "harness.py", ["test_run.py", "-k", "hangs"], [
         ("HANG = 120", "HANG = 12"),
@@ -725,6 +726,8 @@ SECTIONS = [
         ("if not in_history([{", "if in_history([{"),
     ]),
     ("The picture", "night/rows.py", ["test_night.py", "-k", "band or later_row"], [
+        ('row["status"] != "crash" and not uncommitted(row)]', 'row["status"] != "crash"]'),
+        ("found := scores(good(rows, commit)).values()", "found := [row['val_bpb'] for row in good(rows, commit)]"),
         ("statistics.pvariance(found)", "statistics.variance([*found, found[0]])"),
         ("statistics.pvariance(found) * len(found)", "statistics.pvariance(found)"),
         ("math.sqrt(squares / freedom)", "squares / freedom"),
@@ -802,7 +805,7 @@ SECTIONS = [
         ("share = value < 1 and", "share ="),
         ("0.75 * min(value, 1 - value)", "0.75 * value"),
         ("and not re.search(RATES, name)", ""),
-        ("if name in SIZES or name not in sizes]", "]"),
+        ("if name in searched or name not in sizes]", "]"),
         ("if name in wanted]", "]"),
         ("max(heads, value // head_dim - 2)", "value // head_dim - 2"),
         ('"window": lambda n: seq_len % n == 0, ', ""),

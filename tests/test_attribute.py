@@ -2,6 +2,7 @@
 
 import math
 import re
+import subprocess
 from collections import Counter
 
 import numpy as np
@@ -11,7 +12,7 @@ from test_report import LABEL, Clone
 import harness
 import prepare
 from night import commits
-from night.attribute import Change, decide, halves, possible
+from night.attribute import Change, attribute, decide, halves, possible, prune
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
@@ -125,6 +126,46 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
     assert [change.val for change in changes] == pytest.approx([0.02] * 2 + [0.01] * (count - 2))
 
 
+def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_path, monkeypatch):
+    """Two ideas on the baseline, then both: neither contains the other, so no edit leads from one to the other."""
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    noise = np.random.default_rng(1)
+
+    def run(script: str) -> str:
+        who = "git config user.name a; git config user.email a@b; "
+        return subprocess.check_output(["sh", "-ec", who + script], cwd=tmp_path, text=True).strip()
+
+    def log(commit: str, name: str, report: bool = False) -> None:
+        text = commits.read_train(commit)
+        bpb = 1.3 - 0.02 * (b"A = 1" in text) - 0.005 * (b"B = 1" in text) + noise.normal(0, 5e-4, 2) * report
+        row = dict(gpu="cpu" + ", report" * report, dataset="d", memory_gb=1.0, commit=commit, description=name)
+        harness.log_result(val_bpb=bpb[0], test_bpb=bpb[1] if report else None, to_beat=9.0, **row)
+
+    def commit(name: str, a: int, b: int, script: str) -> str:
+        subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+        (tmp_path / "train.py").write_text(f"A = {a}\n\n#\n\nB = {b}\n")
+        return run(f"git add .; git commit -q --allow-empty -m '{name}'; git rev-parse --short=7 HEAD")
+
+    class Played:
+        def train(self, runs: list) -> list[dict]:
+            for commit, name, _ in runs:
+                log(commit, name, report=True)
+            return harness.read_results()
+
+    names = {commit("base", 0, 0, "git init -q -b night"): "base"}
+    names[commit("A", 1, 0, "git checkout -q -b a night")] = "A"
+    names[commit("B", 0, 1, "git checkout -q -b b night")] = "B"
+    run("git checkout -q night; git merge -q --no-edit a b")
+    names[run("git rev-parse --short=7 HEAD")] = "both"
+    for one in names.items():
+        log(*one)
+    text = attribute(harness.read_results(), Played())
+    found = re.findall(r"^\| (\w+) \| \+0 \| (\S+) .*\| ([\w ]+) \|$", text, re.M)
+    assert [(name, verdict) for name, _, verdict in found] == [("B", "real"), ("both", "real")]
+    assert [float(val) for _, val, _ in found] == pytest.approx([0.005, 0.02], abs=0.002)
+
+
 def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_with_what_needs_it():
     files = [b"a = 1\n\nb = 1\n\nc = 1\n", b"a = 2\n\nb = 1\n\nc = 1\n", b"a = 2\n\nb = 2\n\nc = 1\n"]
     files += [
@@ -140,6 +181,36 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
     assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
+
+
+def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(tmp_path, monkeypatch):
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    script = "git init -q -b night; git config user.name a; git config user.email a@b; "
+    script += "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
+    *pair, last = subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).split()
+    with pytest.raises(subprocess.CalledProcessError):
+        commits.commit_train(pair[1], b"", "keep", "night", pair[0])
+    assert subprocess.check_output(["git", "rev-parse", "night"], cwd=tmp_path, text=True).strip() == last
+
+
+def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    files = [b"a = 1\n", b"a = 2\n"]
+
+    def run(script: str) -> str:
+        return subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).strip()
+
+    def score(runs: list) -> np.ndarray:
+        run("git worktree add -q elsewhere night-pruned")
+        return np.array([[1.2 + 0.1 * (commit != head), math.nan] for commit, _ in runs])
+
+    run("git init -q; git config user.name a; git config user.email a@b; echo a = 2 > train.py; git add train.py")
+    head = run("git commit -q -m a; git rev-parse --short=7 HEAD")
+    last = dict(commit=head, gpu="cpu", dataset="d", description="a", status="keep")
+    text = prune(files, last, [Change("a", 0, verdict="no evidence")], "night-pruned", score)
+    assert text.endswith("Without 1 of them it is worse (+0.1000, margin 0.0000). Nothing is pruned.")
+    assert run("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):

@@ -371,6 +371,8 @@ def test_mistakes_are_named(device):
         fused_linear_cross_entropy(x, weight, targets, softcap=1e3)
     with pytest.raises(ValueError, match="shapes do not match"):
         fused_linear_cross_entropy(x, weight, targets[:5])
+    with pytest.raises(TypeError, match="int64"):  # the weight would be rounded, too
+        fused_linear_cross_entropy(x.long(), weight, targets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

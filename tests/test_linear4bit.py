@@ -41,8 +41,9 @@ def test_storage_and_dequantized_weights_are_those_of_bitsandbytes_bit_for_bit(q
     packed, absmax = quantize_4bit(w, quant_type, block_size)
     their_packed, state = bitsandbytes.functional.quantize_4bit(w, quant_type=quant_type, blocksize=block_size)
     assert torch.equal(packed, their_packed) and torch.equal(absmax, state.absmax)
-    ours = dequantize_4bit(packed, absmax, w.shape, dtype, quant_type, block_size)
-    assert torch.equal(ours, bitsandbytes.functional.dequantize_4bit(their_packed, state))
+    theirs = bitsandbytes.functional.dequantize_4bit(their_packed, state)
+    for stored in ((packed, absmax), (torch.stack([t, t], 1)[:, 0] for t in (packed, absmax))):  # contiguous or not
+        assert torch.equal(dequantize_4bit(*stored, w.shape, dtype, quant_type, block_size), theirs)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

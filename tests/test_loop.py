@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ with open(calls, "a+") as file:
     file.write("call\n")
 word, train = words[n % len(words)], pathlib.Path("train.py")
 text = train.read_text()
+assert b"\r" not in train.read_bytes()
 assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
 assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
 assert not {"PYTHONPATH", "AUTORESEARCH_CACHE"} & set(os.environ) and os.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -167,13 +169,22 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
 
 
 def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
+    """Whatever the user has told git."""
     (loop.folder / "program.md").write_text("## What you may change\n\nOnly train.py.\n\n## Next\n")
+    hooks, config = loop.folder.with_name("hooks"), loop.folder.with_name("config")
+    hooks.mkdir()
+    for name in ("pre-commit", "prepare-commit-msg", "commit-msg"):
+        (hooks / name).symlink_to("/bin/false")
+    config.write_text(f"[core]\nautocrlf = true\nhooksPath = {hooks}\n[color]\nui = always\n[commit]\ngpgsign = true\n")
+    loop.env["GIT_CONFIG_GLOBAL"] = str(config)
     loop.finish(loop.loop("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"]))
     (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
-    assert "a run of it (1.5 M tokens) ends" in before and "\nOnly train.py.\n\n2.0 hours" in before
-    assert "Reference: " in memory and "- refused: it changes harness.py" in memory and "the loop ended" not in memory
+    assert "a run of it (1.5 M tokens) ends" in before
+    assert "\nOnly train.py.\n\nThe budget is tokens, " in before and "no improvement.\n\n2.0 hours" in before
+    assert "Reference: " in memory and "not in this clone" not in memory
+    assert "- refused: it changes harness.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
 
 
@@ -238,6 +249,28 @@ def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):
     path.write_text(f"trains as {rows[-1]['commit']}\n")
     loop.finish(loop.loop("A", args=["--runs=1"]))
     assert loop.rows() == rows and path.read_text() == verdict and verdict.startswith("keep: ")
+
+
+def test_without_its_records_a_night_goes_on(loop):
+    loop.finish(loop.loop("A,worse", args=["--runs=2"]))
+    before = loop.rows()
+    shutil.rmtree(loop.folder / "runs")
+    loop.finish(loop.loop("A,worse", args=["--runs=3"]))
+    assert loop.rows()[:-1] == before and len(loop.verdicts()) >= 3
+
+
+def test_a_loop_ends_when_another_branch_is_checked_out_and_goes_on_when_its_own_is_again(loop):
+    night = loop.loop("worse", args=["--runs=6"])
+    while len(loop.rows()) < 4:
+        time.sleep(0.05)
+        assert night.poll() is None, night.stdout.read()
+    loop.run("git checkout -q main")
+    output = loop.finish(night, code=1)
+    assert output.endswith("night: the night is on autoresearch/mar5: check that out again, and repeat the command\n")
+    loop.run("git checkout -q autoresearch/mar5")
+    loop.finish(loop.loop("worse", args=["--runs=6"]))
+    bases = loop.run("git for-each-ref --format='%(parent)' refs/heads/autoresearch/mar5-loop/").split()
+    assert len(loop.verdicts()) >= 6 and {*bases} == {loop.run("git rev-parse autoresearch/mar5").strip()}
 
 
 def test_a_killed_loop_takes_its_agents_along(loop):

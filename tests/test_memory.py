@@ -109,6 +109,22 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
+def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
+    """By its parent's seconds: `more` is as slow as what it edits."""
+    clone.commit(base="val_bpb = 1.3", deep="val_bpb = 1.2", more="val_bpb = 1.1", unknown="val_bpb = 1.0")
+    at(monkeypatch, clone.folder)
+    lines = ["\t".join(harness.COLUMNS)]
+    for name, seconds in (("base", 40.0), ("deep", 60.0), ("more", 62.0), ("unknown", None)):
+        commit = clone.run(f"git rev-parse --short=7 {name}").strip()
+        lines.append(f"{commit}\t1.200000\t1.0\tkeep\t{name}\tH200 as T4, 62.4 M tokens\tcorpus\t62.4")
+        folder = records.new_folder(folder_name(commit, None, " as T4, 62.4 M tokens"))
+        (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
+    harness.RESULTS.write_text("\n".join(lines) + "\n")
+    rows = harness.read_results()
+    notes = [ideas.oddities(idea, rows) for idea in ideas.ideas(rows)]
+    assert notes == [[], ["takes 1.50 times as long"], [], []]
+
+
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
     night = Night(tmp_path / "clone", prepared)
     night.edit("talks a lot", "print('first'); print('x' * 3_000_000); print('last'); val_bpb = 1.2")
@@ -140,6 +156,8 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
     (point,) = records.curve(first)  # the last line is being written
     assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
+    (second / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t0.00\t8192\t9\t0.1\n2\t0.01\t0\t9\t0.1\n")
+    assert " starts, " in live.line(second)  # a first step within 5 ms, no tokens
 
 
 def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
@@ -159,6 +177,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     base = commit("base", 1.30)
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
     harness.log_result(val_bpb=1.31, description="base, seed 1", **row)
+    harness.log_result(val_bpb=1.25, description="base (train.py differs)", **row)
     for name, val_bpb, old, new in (
         ("higher, seed 42", 1.32, "0.1", "0.2"),
         ("lower", 1.22, "0.1", "0.05"),
@@ -170,13 +189,14 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         commit(name, val_bpb, old, new)
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
-    assert "8 experiments with 7 commits; 2 kept, 1 crashed." in told, told
-    assert "A seed's standard deviation is 0.0071: `~` marks noise, for one seed below 0.0200." in told
+    assert "9 experiments with 8 commits; 3 kept, 1 crashed." in told, told
+    assert "deviation is 0.0071, by 1 repeated runs: `~` marks noise, for one seed below 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05\n" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
     assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
     assert re.search(r"- 1.3050\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
+    assert f"-0.0500* {base}+ base (train.py differs)" in told
     with pytest.raises(harness.PrepareError, match="no row, 60 s"):
         show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
 
@@ -218,7 +238,8 @@ def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, mon
     for name in ("aaaaaaa-42-300s", "bbbbbbb-42-300s", "ccccccc-42-300s", "ddddddd-42-300s"):
         (records.new_folder(name) / "log.txt").write_text("x" * 1000)
         (records.RUNS / name / "summary.json").write_text("{}")
-    records.new_folder("ccccccc-1-300s")  # at work
+    evaluates = records.new_folder("ccccccc-1-300s")
+    os.utime(evaluates, (time.time() - 900,) * 2)
     process = subprocess.Popen(["sleep", "0"])
     process.wait()
     gone, own = Path(f"/tmp/{clean.SCRATCH}{process.pid}-x"), Path(clean.scratch_folder())

@@ -67,6 +67,13 @@ def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_pa
     assert b" abc" in tokens and not {b"xy", b"yz", b"uv", b"vw"} & tokens and len(list(documents)) == 4
 
 
+@pytest.mark.parametrize("size", [0, 259, 65001])
+def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_refused(monkeypatch, tmp_path, size):
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", size)
+    with pytest.raises(prepare.PrepareError, match=f"VOCAB_SIZE = {size} .* 260 to 65000"):
+        Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
+
+
 def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]

@@ -68,6 +68,14 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
     assert tree(prepared) == before
 
 
+def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
+    prepared, corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    monkeypatch.setattr(prepare, "DATASET", tmp_path)
+    assert f"Is a directory: '{tmp_path}': mend that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
+
+
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     for call in (Tokenizer.from_directory, prepare.dataset_id, prepare.get_token_bytes, prepare.current_dataset):

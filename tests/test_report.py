@@ -1,5 +1,6 @@
 """The morning after: simulated nights, their experiments drawn from a random generator, and the report on them."""
 
+import math
 import os
 import random
 import re
@@ -193,7 +194,13 @@ def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M:
     rows = []
     for commit, scores in val.items():
         for i, val_bpb in enumerate(scores):
-            row = dict(commit=commit, val_bpb=val_bpb, status="keep" if val_bpb else "crash", tokens_M=tokens_M)
+            row = dict(
+                commit=commit,
+                gpu=f"{LABEL}, report",
+                val_bpb=val_bpb,
+                status="keep" if val_bpb else "crash",
+                tokens_M=tokens_M,
+            )
             text = Description("x", i, test[commit][i]) if val_bpb else Description("x", i, None, "killed")
             rows.append(row | {"description": str(text)})
     return rows
@@ -255,6 +262,14 @@ def test_many_seeds_and_crashes_among_them():
 def test_a_report_says_if_its_runs_saw_fewer_tokens(tokens, said):
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     assert gains(FIRST, LAST, rows_of(val, val, tokens)).count("saw 8.8 M tokens here, 9.0 M as logged") == said
+
+
+@pytest.mark.parametrize(("before", "after", "said"), [(60.0, 72.0, 1), (60.0, 66.0, 0), (math.nan, 66.0, 0)])
+def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said, monkeypatch):
+    val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
+    seconds = {FIRST["commit"]: before, LAST["commit"]: after}
+    monkeypatch.setattr("night.report.training_seconds", lambda rows: seconds[rows[0]["commit"]])
+    assert gains(FIRST, LAST, rows_of(val, val)).count("It takes 1.20 times as long") == said
 
 
 def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):

@@ -65,6 +65,14 @@ def test_a_thousand_gradients_of_one_row_that_overflow_together_in_fp16_are_summ
     torch.testing.assert_close(table[1].float(), torch.full((8,), -0.1, device=device), rtol=1e-3, atol=0)
 
 
+def test_tables_in_parts_and_gradients_of_other_rows_are_refused(device):
+    table, exp_avg_sq, ids, grads = example(3, 8, torch.float32, device)
+    parts = (table[:, :4], exp_avg_sq, ids, grads[:, :4]), (table, exp_avg_sq.repeat(1, 2)[:, :1], ids, grads)
+    for wrong in (*parts, (table, exp_avg_sq.flatten(), ids, grads), (table, exp_avg_sq, ids[:2], grads)):
+        with pytest.raises(ValueError, match="contiguous"):
+            kernels.row_adam_(*wrong, *scalars(device))
+
+
 @pytest.mark.gpu
 def test_the_same_gradients_give_the_same_bits(device):
     """No atomic additions: a run can be repeated."""

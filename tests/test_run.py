@@ -260,7 +260,7 @@ def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
         assert (run.code, run.err) == (0, "") and clone.left_over == {"model.safetensors"}
     times = ("first_step_sec", "training_seconds", "eval_seconds", "total_seconds", "tokens_per_sec", "num_params_M")
     seconds = [[float(run.summary[name]) for name in times] for run in runs]
-    assert both - 30 < sum(total for *_, total, _, _ in seconds) < both
+    assert min(both - 30, both / 2) < sum(total for *_, total, _, _ in seconds) < both
     for first, training, evaluation, total, rate, params in seconds:
         assert first + training + evaluation == pytest.approx(total, abs=1) and min(first, training, evaluation) > 0
         assert rate * training == pytest.approx(8192, abs=0.05 * rate + training), "as far as a tenth of a second tells"
@@ -465,6 +465,12 @@ def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_th
     assert run.code == (-number if code is None else code) and ("val_bpb" in run.summary) == (not reason)
 
 
+@pytest.mark.parametrize(("handler", "code", "reason"), [("SIG_DFL", 129, " [terminal closed]"), ("SIG_IGN", 0, "")])
+def test_a_closed_terminal_ends_a_run_with_its_row_unless_nohup_shields_it(clone, handler, code, reason):
+    run = clone.run(edit=f"signal.signal(signal.SIGHUP, signal.{handler})\nat_step(5, lambda loss: send(1) or loss)")
+    assert run.code == code and clone.descriptions == [f"baseline{reason}"], run
+
+
 # Files and readers that go away, a disk that is full, a step that hangs
 
 
@@ -604,36 +610,40 @@ def test_a_sample_follows_what_the_model_says_of_its_text_and_compiles_nothing(t
     assert model.compilations.frame_count == 1
 
 
-def save_with(path: Path, tensors: dict, config) -> None:
-    save_file(tensors, path, {"config": json.dumps(config)})
+def save_with(path: Path, tensors: dict, config, tokenizer: prepare.Tokenizer | None = None) -> None:
+    fingerprint = tokenizer.fingerprint if tokenizer else b"another's"
+    save_file(tensors, path, {"config": json.dumps(config), "tokenizer": fingerprint.hex()})
 
 
-STRANGERS = {  # what lies in place of the weights, made from the tensors and config of good ones
-    "garbage": lambda path, tensors, config: path.write_bytes(b"\xff" * 1000),
-    "a folder": lambda path, tensors, config: path.mkdir(),
-    "words for sizes": lambda path, tensors, config: save_with(path, tensors, config | {"depth": "two"}),
-    "more than sizes": lambda path, tensors, config: save_with(path, tensors, config | {"shell": "sh"}),
-    "other shapes": lambda path, tensors, config: save_with(path, tensors, config | {"n_embd": 128}),
+STRANGERS = {  # what lies in place of the weights, made from the tensors, config and tokenizer of good ones
+    "garbage": lambda path, *_: path.write_bytes(b"\xff" * 1000),
+    "a folder": lambda path, *_: path.mkdir(),
+    "words for sizes": lambda path, tensors, config, *a: save_with(path, tensors, config | {"depth": "two"}, *a),
+    "more than sizes": lambda path, tensors, config, *a: save_with(path, tensors, config | {"shell": "sh"}, *a),
+    "other shapes": lambda path, tensors, config, *a: save_with(path, tensors, config | {"n_embd": 128}, *a),
+    "other tokens": lambda path, tensors, config, *_: save_with(path, tensors, config),
 }
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tmp_path, monkeypatch, name):
+def test_weights_of_another_model_or_none_are_one_line_with_the_remedy(saved, tokenizer, tmp_path, monkeypatch, name):
     good = saved.folder / "model.safetensors"
     with safe_open(good, "pt") as file:
         config = json.loads(file.metadata()["config"])
-    cpu = torch.device("cpu")
     monkeypatch.setattr(harness, "WEIGHTS", good)
-    assert harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0)).config == train.Config(**config)
+    arguments = train.build_model, torch.device("cpu"), harness.GPU(None, 0.0), tokenizer
+    assert harness.load_weights(*arguments).config == train.Config(**config)
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
-    STRANGERS[name](harness.WEIGHTS, load_file(good), config)
+    STRANGERS[name](harness.WEIGHTS, load_file(good), config, tokenizer)
     line = r"^model\.safetensors does not fit .*: run python train.py --save again$"
     with pytest.raises(prepare.PrepareError, match=line) as error:
-        harness.load_weights(train.build_model, cpu, harness.GPU(None, 0.0))
+        harness.load_weights(*arguments)
     assert "\n" not in str(error.value)
 
 
-def test_saved_weights_are_the_models_in_fp16_also_those_that_an_edit_ties_or_transposes(tmp_path, monkeypatch):
+def test_saved_weights_are_the_models_in_fp16_also_those_that_an_edit_ties_or_transposes(
+    tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
     config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
@@ -646,9 +656,9 @@ def test_saved_weights_are_the_models_in_fp16_also_those_that_an_edit_ties_or_tr
     mlp = model.blocks[0].mlp.c_proj.weight
     mlp.data = mlp.data.mT.contiguous().mT
     before = [p.clone() for p in model.parameters()]
-    harness.save_weights(model)
+    harness.save_weights(model, tokenizer)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
-    loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0))
+    loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0), tokenizer)
     assert not loaded.training
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():

@@ -212,7 +212,7 @@ def test_more_shards_than_open_files_are_allowed_work(tmp_path, cache, monkeypat
     prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 100))))
     code = "import prepare; print(len(prepare.TokenStream(prepare.Tokenizer.from_directory(), 'train').tokens))"
     shutil.copy(ROOT / "prepare.py", tmp_path)
-    command = ["bash", "-c", f'ulimit -Sn 40; exec {sys.executable} -c "{code}"']
+    command = ["bash", "-c", 'ulimit -Sn 40; exec "$@"', "-", sys.executable, "-c", code]
     assert int(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout) > 60
 
 
@@ -437,6 +437,11 @@ def test_a_folder_called_climbmix_is_not_taken_for_the_hubs(climbmix, tmp_path, 
     own = prepare.prepare(str(write_texts(tmp_path / "climbmix", numbered(0, 100))), 2)
     assert prepare.prepare() == own and prepare.dataset_id().startswith("climbmix-folder-")
     assert prepare.prepare("climbmix").name.endswith("x1")  # not its number of shards either
+
+
+def test_a_folder_of_a_long_name_is_found_again(cache, tmp_path):
+    own = prepare.prepare(str(write_texts(tmp_path / ("x" * 250), numbered(0, 100))))
+    assert prepare.current_dataset() == own
 
 
 def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp_path, monkeypatch):

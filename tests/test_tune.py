@@ -11,7 +11,7 @@ from night.__main__ import parse
 from night.plot import plot
 from night.report import best_of
 from night.rows import arm, grouped
-from night.tune import edit, read_knobs
+from night.tune import CHEAP, SIZES, edit, read_knobs
 from prepare import PrepareError
 
 optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
@@ -101,6 +101,11 @@ def test_a_range_without_the_value_an_unknown_knob_and_cma_es_with_an_agent_are_
         read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py; there are A_LR, "):
         read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
+
+
+def test_by_tokens_no_size_is_searched_that_makes_a_token_dearer():
+    cheap, dear = ({knob.name for knob in read_knobs(HOSTILE, 5e12, searched=sizes)} for sizes in (CHEAP, SIZES))
+    assert dear - cheap == {"depth", "n_embd", "window"}
     with pytest.raises(SystemExit):
         parse(["tune", "--with-agent", "--sampler=cmaes"])
 
@@ -130,8 +135,11 @@ def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_pat
 
 
 def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(clone):
+    """The idea also has a rate searched on a linear scale from now on."""
     search = clone.search("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", rows=2)
-    idea = clone.run("sed -i '$ a # an idea' train.py; git commit -qam idea; git rev-parse --short=7 HEAD").strip()
+    idea = clone.run(
+        "sed -i '$ a # an idea\ns/0.01, 0.1/0, 0.1/' train.py; git commit -qam idea; git rev-parse --short=7 HEAD"
+    ).strip()
     row = {key: clone.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
     harness.log_result(val_bpb=1.1, commit=idea, description="idea", path=clone.folder / "results.tsv", **row)
     clone.finish(search)

@@ -18,6 +18,7 @@ from small_corpus import ROOT, copy_files, texts, write_parquet
 from test_night import Night, command
 
 import harness
+from night.live import Board
 from night.rows import Kind
 from night.wave import Run, decide, log_row, table
 
@@ -179,6 +180,52 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
     ]
     assert rows[4:] == [("base", 1.3, "keep"), ("idea", 1.2, "keep"), ("tie", 1.3, "discard"), ("hand", 1.4, "keep")]
     assert b"\n\xff no row\n" in harness.RESULTS.read_bytes()
+
+
+def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
+    clone.commit(base="val_bpb = 1.3")
+    clone.run("echo '# another' >> harness.py && git commit -qam odd && git tag odd && git checkout -q base")
+    (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
+    output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS))
+    odd = clone.run("git rev-parse --short=7 odd").strip()
+    assert "train.py here has changes that are not committed: no run has them\n" in output
+    assert f"\n{odd} has another harness.py than HEAD: its rows may not compare\n" in output
+    assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.3]
+
+
+def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
+    log = clone.folder.with_name("elsewhere.tsv")
+    log.write_text("\t".join(harness.COLUMNS) + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
+    (clone.folder / "results.tsv").symlink_to(log)
+    clone.run("git update-index --no-skip-worktree results.tsv; git add results.tsv")
+    clone.commit(base="val_bpb = 1.3")
+    assert clone.run("git ls-tree HEAD results.tsv").startswith("120000")
+    clone.finish(clone.wave(*TWO_SLOTS))
+    assert [row["description"] for row in clone.rows()] == ["old", "base"]
+
+
+def test_where_runs_cannot_be_written_runs_and_waves_go_on_without_a_record(clone):
+    clone.commit(base="val_bpb = 1.3 + args.seed / 100")
+    (clone.folder / "runs").symlink_to("/no/such/disk")
+    before = {*os.listdir("/dev")}
+    clone.run("python -m night run")
+    clone.finish(clone.wave("--seeds=1", *TWO_SLOTS))
+    assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.31] and {*os.listdir("/dev")} == before
+
+
+def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clone, capsys):
+    clone.commit(base=SIX["hang"])
+    wave = clone.wave(*TWO_SLOTS)
+    while not (records := [*clone.folder.glob("runs/*")]):
+        time.sleep(0.05)
+        assert wave.poll() is None, wave.stdout.read()
+    shutil.rmtree(clone.folder / "runs")
+    board = Board(1)
+    board.shown -= 60
+    board.update(records, 1)
+    assert capsys.readouterr().out == "0 of 1 runs have ended\n"
+    wave.send_signal(signal.SIGINT)
+    assert "interrupted: the same command goes on" in clone.finish(wave, code=130)
 
 
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
@@ -432,14 +479,18 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     ("revision", "remedy"),
     [
         ("no-such-branch", "no-such-branch: there are no such commits"),
+        ("good..good", r"good\.\.good: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "another wave, tune, loop or report of this clone is at work"),
+        ("good", r"results.tsv would refuse rows: its first line has to be `commit\tval_bpb\t"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError('Ray')")
+    if "refuse" in remedy:
+        (clone.folder / "results.tsv").write_text("my notes\n")
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
