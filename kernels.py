@@ -400,19 +400,9 @@ def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP
         tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
 
-_launchers = {}  # of compiled kernels: Triton's own lookup takes two to three times the host time
-
-
 def _dequantize_triton(packed, absmax, code, out, block_size):
-    n_words = out.numel() // 8
-    grid, constants = (-(-n_words // 512), 1, 1), (n_words, block_size // 8, 128)
-    pointers = packed.data_ptr(), absmax.data_ptr(), code.data_ptr(), out.data_ptr()
-    key = constants, out.dtype, out.device, pointers[0] % 16, pointers[1] % 16  # what Triton specializes on
-    if launch := _launchers.get(key):
-        launch(*pointers, *constants)
-    else:
-        kernel = _dequantize_kernel[grid](packed.view(-1).view(torch.int32), absmax, code, out, *constants)
-        _launchers[key] = kernel and kernel[grid]  # None in Triton's interpreter
+    words, n = packed.view(-1).view(torch.int32), out.numel() // 8
+    _dequantize_kernel[(triton.cdiv(n, 512),)](words, absmax, code, out, n, GROUP=block_size // 8, BLOCK=128)
     return out
 
 
