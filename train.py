@@ -29,12 +29,12 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 ROPE_BASE = 200_000        # of the rotary embedding
 SOFTCAP = 12.0             # of the logits, or None
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
-NGRAMS = (2, 3, 4)         # the last n tokens together have an embedding, too
-X0_LAMBDA = 0.05           # share of the first hidden states that enters every other block at the start
+NGRAMS = (2, 3, 4)         # the last n tokens have an embedding, too
+X0_LAMBDA = 0.05           # share of the first hidden states in every other block at the start
 FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # for experts', as each sees few of the tokens
+EXPERT_LR_SCALE = 0.5      # for experts', as each sees few tokens
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
@@ -43,9 +43,10 @@ X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ROUTER_LR = 0.003          # routers of the experts (AdamW)
-BALANCE_RATE = 0.01        # step of an expert's bias: up below its share of tokens, down above it
+BALANCE_RATE = 0.01        # step of an expert's bias: up below its share of tokens, else down
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
+VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM = 0.9             # of Muon, Nesterov's
 FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
@@ -225,7 +226,7 @@ class Attention(nn.Module):
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of a key is the previous token's: one layer finds what followed a token before
+        # Half of a key is that of the token before: one layer finds what followed a token
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         full, rest = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)))
         heads = ((full, T), (rest, self.window))
@@ -286,7 +287,7 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
         self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # and of x0
+        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # of x0
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
@@ -342,7 +343,7 @@ class GPT(nn.Module):
 
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to the last hidden states."""
-        # cast before lookups: no (B, T, C) in fp32
+        # cast before lookups: no fp32 (B, T, C)
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
         # where(): a lookup would add most gradients to the last row, one by one
@@ -460,7 +461,7 @@ class MuonAdamW(torch.optim.AdamW):
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
         self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
-        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets it and found_inf before each step
+        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets both beforehand
         self.tables = {}  # by group; GradScaler must not see them, as it would wait for the GPU to sum their rows
         for i, group in enumerate(self.param_groups):
             params = group["params"]
@@ -486,7 +487,7 @@ class MuonAdamW(torch.optim.AdamW):
                 self.step_muon(group, 1 - found_inf)
             elif group["kind"] == "sparse":
                 self.step_tables(self.tables[i], group, found_inf)
-        super().step()  # of all that still have gradients
+        super().step()  # of what still has gradients
 
     def step_muon(self, group, live):
         wrap = compiled if self.device.type == "cuda" else (lambda f: f)
@@ -522,7 +523,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
         "lm_head": group(UNEMBEDDING_LR * wide),
         "ngram_embeds": group(NGRAM_LR * wide, betas=(0.0, 0.8), kind="sparse"),
         "induction_embed": group(INDUCTION_LR * wide),
-        "value_embed": group(EMBEDDING_LR * wide),
+        "value_embed": group(EMBEDDING_LR * wide, weight_decay=VALUE_EMBED_DECAY),
         "embed": group(EMBEDDING_LR * wide),
         "x0_lambda": group(X0_LR, betas=(0.96, 0.95)),
         "residual_lambda": group(RESIDUAL_LR),
@@ -578,7 +579,7 @@ def train_step(model, optimizer, scaler, loader):
     return total, epoch
 
 
-def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.device, seed: int, gpu: harness.GPU):
+def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
     """Returns model and numbers for the summary."""
     config = dataclasses.replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu)
@@ -596,7 +597,7 @@ def train(clock: harness.Clock, tokenizer: prepare.Tokenizer, device: torch.devi
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
         before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
-        if epochs_left < before:  # tables start over with whole epochs left, to see no text twice
+        if epochs_left < before:  # with whole epochs left, tables start over, to see no text twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:

@@ -303,6 +303,7 @@ SECTIONS = [
         ("return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit", "return _matmul_4bit"),
     ]),
     ("The groups and their schedules", "train.py", OPTIMIZER, [
+        ("weight_decay=VALUE_EMBED_DECAY", "weight_decay=0.0"),
         ('group(NGRAM_LR * wide, ', 'group(NGRAM_LR, '),
         ('"induction_embed": group(INDUCTION_LR * wide)', '"induction_embed": group(INDUCTION_LR)'),
         ('        "induction_embed": group(INDUCTION_LR * wide),\n', ''),

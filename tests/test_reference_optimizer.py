@@ -197,7 +197,7 @@ def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
 
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
-    constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8)
+    constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
     constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
@@ -205,7 +205,7 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
     expected = {  # by a part of the name
         "embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
         "lm_head": ("adamw", 0.4 * wide, (0.5, 0.6), 0.0),
-        "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
+        "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.9),
         "ngram_embeds": ("sparse", 0.3 * wide, (0.0, 0.8), 0.0),
         "induction_embed": ("adamw", 0.8 * wide, (0.5, 0.6), 0.0),
         "x0_lambda": ("adamw", 0.5, (0.96, 0.95), 0.0),
@@ -223,10 +223,9 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
 
 @pytest.mark.parametrize("progress", [0.0, 0.3, 0.999, 1.0])
 def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
-    """Rates to the final fraction, but those of tables stay; the decay to zero."""
+    """Rates to the final fraction, but those of tables stay; the decay to zero, but that of value embeddings stays."""
     monkeypatch.setattr(train, "FINAL_LR", 0.1)
     optimizer, groups = groups_by_parameter()
-    groups["embed.weight"]["weight_decay"] = 0.5  # of a group that is not Muon's
     before = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
     train.set_schedules(optimizer, 0.9)  # what an earlier step has set leaves no trace
     train.set_schedules(optimizer, progress)

@@ -397,11 +397,11 @@ def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, 
 
 
 MLP, CALL = "self.c_proj(leaky_relu_squared(self.c_fc(x)))", "x = x + self.mlp(h)"
-HEAD_DIM = "config.n_embd % config.head_dim"
+HEAD_DIM = "C == self.n_head * D"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
-    "sizes": (f"{HEAD_DIM} == 0", f"{HEAD_DIM} == 1", ("AssertionError", HEAD_DIM, "self.attn, self.mlp = ")),
+    "sizes": (HEAD_DIM, f"1 + {HEAD_DIM}", ("AssertionError", HEAD_DIM, "self.attn, self.mlp = ")),
 }
 
 

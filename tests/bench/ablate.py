@@ -28,6 +28,7 @@ EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more 
     "x0": ("x = x + self.x0_lambda * x0", "pass"),
     "value embeddings": ("if self.value_embed is not None:\n            v", "if False:\n            v"),
     "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),
+    "decay of value embeddings": ("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  "),
     "head gates": ("(y * gate[:, :, :H]).reshape", "y.reshape"),
     "residual lambdas": ("x = self.residual_lambda * x ", "x = x "),
     "shifted half keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
