@@ -34,7 +34,7 @@ X0_LAMBDA = 0.05           # share of the first hidden states in every other blo
 FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # for experts', as each sees few tokens
+EXPERT_LR_SCALE = 0.5      # times that for experts, which see few tokens each
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
@@ -84,7 +84,7 @@ SIZES = (  # from this many FLOP/s on
 
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
-    """Activations' dtype, kind of attention. torch.cuda.is_bf16_supported() is True on a T4: it emulates."""
+    """The activations' dtype and the kind of attention. A T4 only emulates bf16, whatever torch says."""
     if gpu.capability is None:
         return torch.float32, "sdpa"
     if gpu.capability < (7, 0):
@@ -167,7 +167,7 @@ def induction(idx):
     return idx.gather(1, before + 1), before >= 0
 
 
-# Of SDPA, the fastest first; fp16 starts with the third
+# SDPA's kernels, the fastest first; fp16 takes the last two
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -180,9 +180,9 @@ def fa2(q, k, v, window, shift):
 
 
 def sdpa(q, k, v, window, shift):
-    """SDPA has no windows: a token sees the earlier ones of its piece of `window` tokens.
+    """SDPA has no windows: the sequence is cut into pieces of `window` tokens, each of which sees itself only.
 
-    Zeros in front, which serve as an attention sink, shift the cuts: text flows across those of other layers.
+    Zeros in front shift the cuts, so that information crosses other layers' cuts. They are an attention sink, too.
     """
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
@@ -195,7 +195,7 @@ def sdpa(q, k, v, window, shift):
 
 @functools.cache
 def attention(kind):
-    """Causal attention of q, k and v (B, T, H, D). By fa3 and fa2 a token sees `window` earlier ones, exactly."""
+    """Causal attention of q, k and v (B, T, H, D). With fa3 and fa2 a token sees `window` earlier ones."""
     if kind == "fa3":
         flash = harness.load_fa3()
         # contiguous() is fused here; FA3 may copy twice
@@ -226,7 +226,7 @@ class Attention(nn.Module):
         if self.value_embed is not None:
             v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of a key is that of the token before: one layer finds what followed a token
+        # Half of each key is the previous token's: one layer can find what followed a token
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         full, rest = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)))
         heads = ((full, T), (rest, self.window))
@@ -280,7 +280,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """i: how many blocks follow. Another depth changes the first ones and leaves the rest as they are."""
+    """i: how many blocks follow it. Another depth changes the first blocks and leaves the others alone."""
 
     def __init__(self, config, i, kind):
         super().__init__()
@@ -343,7 +343,7 @@ class GPT(nn.Module):
 
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to the last hidden states."""
-        # cast before lookups: no fp32 (B, T, C)
+        # cast first: no fp32 (B, T, C)
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
         # where(): a lookup would add most gradients to the last row, one by one
@@ -355,7 +355,7 @@ class GPT(nn.Module):
         return norm(x)
 
     def compile_trunk(self) -> None:
-        torch.compiler.config.cache_key_tag = str(BACKENDS)  # forward() sets them, so the caches do not see them
+        torch.compiler.config.cache_key_tag = str(BACKENDS)  # set in forward(), where the caches do not look
         self.trunk = functools.partial(compiled(GPT.trunk), self)  # not the bound method, which a copy would share
 
     def forward(self, idx, targets=None, reduction="mean"):
@@ -480,7 +480,7 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         assert self.grad_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
-        found_inf = self.found_inf.view(())  # 1.0: skip this step
+        found_inf = self.found_inf.view(())  # 1.0: skip the step
         self.num_skipped += found_inf
         for i, group in enumerate(self.param_groups):
             if group["kind"] == "muon":
@@ -513,7 +513,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the group whose key is part of its name, other matrices of a block to Muon."""
+    """A parameter goes to the group that its name contains, any other matrix of a block to Muon."""
     wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
@@ -597,7 +597,7 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
         before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
-        if epochs_left < before:  # with whole epochs left, tables start over, to see no text twice
+        if epochs_left < before:  # with whole epochs left, tables start over: no text comes twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
