@@ -51,7 +51,7 @@ MOMENTUM = 0.9             # of Muon, Nesterov's
 FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
 
 
-# ---- What a GPU can do (numerics), and what TIME_BUDGET of it pays for (size)
+# ---- What a GPU can do (numerics), and what TIME_BUDGET pays for (size)
 
 
 @dataclass(frozen=True)
@@ -543,7 +543,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
 
 
-# ---- Schedules, driven by the clock
+# ---- Schedules
 
 
 def set_schedules(optimizer: MuonAdamW, progress: float) -> None:
