@@ -41,7 +41,7 @@ def test_shapes_do_not_depend_on_the_groups_and_the_padding_is_an_eighth():
 
 
 def test_more_groups_than_a_byte_tells_apart_are_refused():
-    with pytest.raises(ValueError, match="at most 256 groups, not 257"):
+    with pytest.raises(ValueError, match="groups must be at most 256, not 257"):
         group_rows(torch.arange(257), 257)
 
 
