@@ -1,5 +1,5 @@
 """
-The run around an experiment: clock, warm-up, log, GPU, signals, summary, sample. Nobody edits it during research.
+Everything around an experiment: clock, warm-up, log, GPU, signals, summary, sample text. Not edited during research.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# torch is imported where it is used: night supervises runs without it
+# torch is imported inside functions, because night supervises runs without it
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id, evaluate_bpb, lock, one_line
 
 RESULTS = Path(__file__).resolve().with_name("results.tsv")
@@ -44,38 +44,38 @@ class Clock:
             clock.advance(tokens, loss, epoch, lr)
         clock.stop()
 
-    `progress()` drives the schedules. A run counts if its last step began inside the budget.
+    `progress()` drives the schedules. A run counts if its last step began within the budget.
     """
 
-    OVERRUN = 3  # seconds: no step starts that would probably end later after the budget
-    HANG = 120  # seconds after which a step prints where it is, and goes on
+    OVERRUN = 3  # seconds past the budget: no step starts that would probably end later
+    HANG = 120  # seconds: a step that takes longer prints its stack traces and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         if not seconds > 0 or (tokens is not None and tokens <= 0):
-            raise PrepareError(f"a budget of {seconds} s, {tokens} tokens is over before it starts: give more than 0")
+            raise PrepareError(f"the budget must be above 0, not {seconds} s, {tokens} tokens")
         self.seconds, self.limit = seconds, tokens
         self.steps = self.tokens = 0
         self.started = self.stopped = None
-        self._step_began = 0.0  # seconds after the start
-        self._pending, self._losses = None, []  # the last step; losses since the last line
-        self._line = -1  # that line, in 1/200 of the budget
+        self._step_began = 0.0  # when the current step began, in seconds after start()
+        self._pending, self._losses = None, []  # the step whose loss is unread; losses since the last printed line
+        self._line = -1  # when that was, in 1/200 of the budget
 
     def start(self) -> None:
         gc.collect()
-        gc.disable()  # a collection would stall a step by half a second
+        gc.disable()  # a collection would stall a step for half a second
         write_record("curve.tsv", "step\tseconds\ttokens\tloss\tlr\n")
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Training seconds so far."""
+        """Training time so far, in seconds."""
         return 0.0 if self.started is None else (self.stopped or time.perf_counter()) - self.started
 
     def progress(self) -> float:
-        """Share of the budget spent, 0 to 1."""
+        """Fraction of the budget spent, in [0, 1]."""
         return min(1.0, self.tokens / self.limit if self.limit else self.elapsed() / self.seconds)
 
     def tokens_left(self) -> float:
-        """At the pace so far, which is not known in the first 5%: inf."""
+        """Estimated from the pace so far; inf during the first 5%."""
         progress = self.progress()
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
@@ -84,11 +84,11 @@ class Clock:
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
-        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of another step
+        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of one more step
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
-        """After each step. loss: a scalar on the device; epoch: of its text; lr: for curve.tsv."""
+        """Call after each step. loss: scalar tensor on the device; epoch: of the training text; lr: for curve.tsv."""
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
@@ -99,9 +99,9 @@ class Clock:
         self._pending = pending
 
     def _read_loss(self, last: bool = False) -> None:
-        """Reads the loss of the step before: the host never waits for the one it has just launched.
+        """Reads losses one step late, so that the host never waits for the step it has just launched.
 
-        Prints a line whenever another 1/200 of the budget is over. Raises FloatingPointError unless loss < 100.
+        Prints a line per 1/200 of the budget. Raises FloatingPointError unless loss < 100.
         """
         if self._pending is None:
             return
@@ -118,7 +118,7 @@ class Clock:
             self._losses, self._line = [], int(200 * progress)
 
     def stop(self) -> float:
-        """Waits for the last step and checks its loss. Returns the training seconds."""
+        """Waits for the last step, checks its loss and returns the training time in seconds."""
         if self.stopped is None:
             synchronize()
             self.stopped = time.perf_counter()
@@ -127,20 +127,20 @@ class Clock:
         return self.elapsed()
 
     def release(self) -> None:
-        """Undoes what `start` and `running` did to the process."""
+        """Re-enables garbage collection and cancels the pending stack trace."""
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
 
 
 def write_record(name: str, text: str, mode: str = "w") -> None:
-    """Into the folder that night has made for it, if it has. A full disk costs the record, not the run."""
+    """Writes a file to the run's record folder, if night made one. A full disk costs the record, not the run."""
     with suppress(KeyError, OSError), open(Path(night_record()["folder"], name), mode) as file:
         file.write(text)
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles the model by step(loader), an optimizer step, on random tokens. When memory runs out, halves
-    model.config.device_batch_size. Restores all but the weights: initialize them again."""
+    """Compiles the model: runs step(loader), one optimizer step, on random tokens, with half the device_batch_size
+    whenever memory runs out. Restores buffers and RNG state, but not the weights: reinitialize them."""
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
@@ -191,11 +191,11 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "da
 
 
 class Label(NamedTuple):
-    """The gpu column. Rows of one label and dataset compare."""
+    """The gpu column. Two rows are comparable if their labels and datasets are equal."""
 
     gpu: str  # gpu_name()
-    setting: str = ""  # budget_name(): what was set by hand
-    report: bool = False  # rows of a report compare among themselves
+    setting: str = ""  # budget_name(): what the command line changed
+    report: bool = False  # rows of a report are only compared with each other
 
     @classmethod
     def parse(cls, text: str) -> Label:
@@ -210,10 +210,10 @@ class Label(NamedTuple):
 class Description(NamedTuple):
     """The description column."""
 
-    subject: str  # of the commit; ends in ` (train.py differs)` if that is not what ran
-    seed: int | None = None
+    subject: str  # of the commit; ends in ` (train.py differs)` if train.py had uncommitted changes
+    seed: int | None = None  # None: SEED
     test_bpb: float | None = None
-    reason: str = ""  # of a crash
+    reason: str = ""  # why it crashed
 
     @classmethod
     def parse(cls, row: dict) -> Description:
@@ -229,13 +229,13 @@ class Description(NamedTuple):
 
 
 def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
-    """What was set by hand, as it follows the GPU's name in the log: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
+    """The command line's settings as a suffix for the GPU's name: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
     budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
     return (f" as {gpu}" if gpu else "") + budget
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Skips lines that are not rows."""
+    """The rows of results.tsv, numbers as floats. Skips lines that are not rows; [] without a file."""
     with suppress(OSError):
         lines = Path(path or RESULTS).read_text("utf-8", errors="replace").split("\n")
         return [row for row in map(parse_row, lines) if row]
@@ -254,10 +254,10 @@ def log_result(
     *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
     description=None, path=None,
 ) -> str:  # fmt: skip
-    """Appends one row to results.tsv, or prints it on stderr if the file refuses it. Returns its status.
+    """Appends one row to results.tsv, or prints it to stderr if the file cannot take it. Returns the row's status.
 
-    `crash`: there is a reason, or val_bpb is not finite. `keep`: val_bpb is below to_beat (by default the lowest of
-    that gpu and dataset). Else `discard`. Commit and description are by default those of HEAD.
+    `crash` if there is a reason or val_bpb is not finite; `keep` if val_bpb is below to_beat (default: the lowest so
+    far on that gpu and dataset); otherwise `discard`. commit and description default to those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
@@ -273,7 +273,7 @@ def log_result(
     def judge() -> str:
         rows = read_results(path)
         if rows and (last := rows[-1]["dataset"]) != dataset:
-            print(f"{path.name}: the row before is on {last}, this one on {dataset}: they do not compare")
+            print(f"{path.name}: the last row is for {last}, this one for {dataset}: they are not comparable")
         same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
         best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
         better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
@@ -284,29 +284,29 @@ def log_result(
         with locked(path) as file:
             append_row(file, line := judge())
     except (OSError, ValueError) as error:
-        print(f"{path} refuses this row ({error}):\n{(line := judge())}", file=sys.stderr, flush=True)
+        print(f"{path} cannot take this row ({error}):\n{(line := judge())}", file=sys.stderr, flush=True)
     return line.split("\t")[3]
 
 
 @contextmanager
 def locked(path: Path) -> Iterator:
-    """The log, open at its end, while nobody else writes to it."""
+    """The log, open for appending, under an exclusive lock (or without one after a minute's wait)."""
     while True:
         with open(path, "a+b", buffering=0) as file:
             if not lock(file, patience=60):
-                print(f"{path} has been locked for a minute: this row goes in without the lock", file=sys.stderr)
+                print(f"{path} has been locked for a minute: writing this row without the lock", file=sys.stderr)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield file
-                return  # else it was replaced while we waited (by `night keep`)
+                return  # else `night keep` replaced the file while we waited
 
 
 def append_row(file, line: str) -> None:
-    """Appends the whole line or nothing."""
+    """Appends the whole line or nothing; hands a copy to night. Raises ValueError for another header."""
     header = "\t".join(COLUMNS).encode()
     file.seek(0)
     text = file.read()
     if text and text.split(b"\n")[0].rstrip() != header:
-        raise ValueError(f"its first line is not `{' '.join(COLUMNS)}`, tabs between: put that there")
+        raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
     before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
     data = before + f"{line}\n".encode()
     if file.write(data) < len(data):
@@ -318,22 +318,22 @@ def append_row(file, line: str) -> None:
 
 
 def clean(field: str) -> str:
-    """Printable text in one line. A double quote would open a quoted field for pandas."""
+    """One line of printable text. Double quotes become single: pandas would see a quoted field."""
     return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
 
 
 def night_record() -> dict:
-    """What `python -m night` tells a run, a JSON object in the environment variable AUTORESEARCH_RUN; else {}.
+    """What `python -m night` tells a run, as JSON in the environment variable AUTORESEARCH_RUN; {} without night.
 
-    commit, description: of its row, as they were when the run began. log: whether to log it whatever its budget.
-    score_test: whether to score the test split, too. row: a file that gets a copy of its row. folder: where the run
-    leaves curve.tsv and summary.json, logged or not.
+    commit, description: of its row, as of its start. log: whether to log it whatever its budget. score_test: whether
+    to score the test split, too. row: a file that gets a copy of the row. folder: for curve.tsv and summary.json,
+    written whether or not it is logged.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 
 
 def git_head(seed: int | None = None) -> tuple[str, str]:
-    """Short hash of HEAD, and the description of a run of it; in `night run`, as they were when it began."""
+    """HEAD's short hash and the description of its run (under night: as of its start); 0000000 and "" without git."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
@@ -349,15 +349,15 @@ def git_head(seed: int | None = None) -> tuple[str, str]:
 
 # ---- GPU
 class GPU(NamedTuple):
-    """What an experiment has to know of a GPU."""
+    """What an experiment needs to know about a GPU."""
 
-    capability: tuple[int, int] | None  # CUDA compute capability, None without GPU: decides numerics
-    peak_flops: float  # dense 16-bit FLOP/s by the datasheet: decides sizes
-    memory: int = 0  # bytes of that model of GPU: limits the n-gram tables
+    capability: tuple[int, int] | None  # CUDA compute capability, None without a GPU: decides the numerics
+    peak_flops: float  # dense 16-bit FLOP/s from the datasheet: decides the model size
+    memory: int = 0  # total bytes, not those that are free: limits the n-gram tables
     has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
-# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce, GiB of memory as the driver reports them
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce or not, GiB of memory as the driver reports it
 GPUS = {
     "T4": ((7, 5), 40, 1590, False, 14.6), "V100": ((7, 0), 80, 1530, False, 15.8),
     "L4": ((8, 9), 58, 2040, False, 22.0), "RTX3060": ((8, 6), 28, 1777, True, 11.8),
@@ -365,27 +365,27 @@ GPUS = {
     "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
     "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# FLOP per clock and multiprocessor, with fp32 accumulation; 1024 elsewhere. Hopper and B200: the datasheet's FLOP/s
-# divided by the highest clock, which is above the one that the datasheet assumes.
+# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200: the datasheet's
+# FLOP/s divided by the maximum clock, which the datasheet does not assume.
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
 def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, geforce: bool) -> float:
-    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half
+    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half rate
 
 
 def named_gpu(name: str) -> GPU:
-    """A GPU of GPUS by its datasheet, or "cpu"."""
+    """A GPU from the table GPUS, or "cpu". Raises PrepareError for other names."""
     if name == "cpu":
         return GPU(None, 0.0)
     if name not in GPUS:
-        raise PrepareError(f"--gpu {name} is unknown: give one of {', '.join(GPUS)}, cpu")
+        raise PrepareError(f"--gpu {name} is unknown: use one of {', '.join(GPUS)}, cpu")
     *compute, gib = GPUS[name]
     return GPU(compute[0], peak_flops(*compute), int(gib * 2**30))
 
 
 def this_gpu() -> GPU:
-    """This machine's."""
+    """The current CUDA device, else no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -397,13 +397,13 @@ def this_gpu() -> GPU:
 
 
 def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device, and the GPU whose size and numerics a run takes, as far as this machine has them."""
+    """The torch device, and the GPU that a run imitates (default: this one), with the numerics that both support."""
     import torch
 
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), named_gpu(name or "cpu")._replace(capability=None)
     if torch.version.hip:
-        raise PrepareError("kernels.py holds NVIDIA's instructions: on an AMD GPU only --gpu cpu runs")
+        raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
     here = this_gpu()
     gpu = named_gpu(name) if name else here
     capability = min(here.capability, gpu.capability)
@@ -413,7 +413,7 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def gpu_name() -> str:
-    """For the gpu column. A Hopper without FlashAttention-3 is slower, so another kind."""
+    """For the gpu column. A Hopper without FlashAttention-3 is slower, so it counts as another GPU."""
     import torch
 
     capability, *_, has_fa3 = this_gpu()
@@ -435,21 +435,21 @@ def install_fa3() -> str:
 
 
 def load_fa3() -> Callable:
-    """flash_attn_func of FlashAttention-3's official module. Raises PrepareError if the module is broken."""
+    """flash_attn_func from FlashAttention-3's official module. Raises PrepareError if the import fails."""
     try:
         from flash_attn_interface import flash_attn_func
     except Exception as error:
-        fix = f"install it again ({install_fa3()}) or remove it (pip uninstall flash-attn-3)"
+        fix = f"reinstall it ({install_fa3()}) or remove it (pip uninstall flash-attn-3)"
         raise PrepareError(f"flash_attn_interface cannot be imported ({one_line(error)}): {fix}") from error
     return flash_attn_func
 
 
 def start_compiler() -> None:
-    """Starts Inductor's workers while the model is built, and changes five of PyTorch's defaults.
+    """Starts Inductor's workers while the model is built, and overrides five PyTorch defaults.
 
-    Inductor would time configurations of reductions over short rows, of most other kernels, and of padded GEMMs: 9 s of
-    a start on an H200, for nothing faster. It would read an RMSNorm's rows several times where other parts of a kernel
-    flip or sum them: 2% of a step (all measured). AOTAutograd would not cache graphs with custom autograd functions.
+    By default, Inductor benchmarks several configurations of short reductions, pointwise kernels and padded GEMMs: 9 s
+    of start-up on an H200 for no speed. It also reads RMSNorm's rows several times when the same kernel flips or sums
+    them: 2% of a step (both measured). And AOTAutograd does not cache graphs with custom autograd functions.
     """
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
@@ -474,24 +474,24 @@ def start_compiler() -> None:
 
 # ---- Run
 def run(train: Callable, build_model: Callable) -> None:
-    """Runs an experiment from the command line.
+    """The command line of an experiment: trains, scores and logs, or samples from saved weights.
 
     train(clock, tokenizer, device, seed, gpu) returns the model and a dict of numbers for the summary.
-    build_model(config, device, gpu) makes the model of a saved config. model.config is a dataclass with `seq_len` and
-    `device_batch_size`; model(x) gives logits (B, T, V).
+    build_model(config, device, gpu) rebuilds a model from a saved config. model.config is a dataclass with `seq_len`
+    and `device_batch_size`; model(x) returns logits (B, T, V).
     """
     import torch
 
-    parser = argparse.ArgumentParser(description="Trains a GPT for five minutes, prints val_bpb and logs it.")
+    parser = argparse.ArgumentParser(description="Train a GPT for five minutes, print val_bpb and log it.")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--seconds", type=float, help=f"budget instead of {TIME_BUDGET} s: not logged")
-    budget.add_argument("--tokens", type=int, help="budget in tokens: not logged")
-    parser.add_argument("--gpu", metavar="NAME", help="as on another GPU (T4, ...) or on cpu: not logged")
-    parser.add_argument("--seed", type=int, default=SEED)
+    budget.add_argument("--seconds", type=float, help=f"training budget instead of {TIME_BUDGET} s; not logged")
+    budget.add_argument("--tokens", type=int, help="training budget in tokens; not logged")
+    parser.add_argument("--gpu", metavar="NAME", help="train as on another GPU (T4, ...) or on cpu; not logged")
+    parser.add_argument("--seed", type=int, default=SEED, help=f"default: {SEED}")
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
-    parser.add_argument("--sample", metavar="TEXT", help="continue TEXT with the saved weights, and stop")
+    parser.add_argument("--sample", metavar="TEXT", help="don't train: continue TEXT with the saved weights")
     args = parser.parse_args()
-    gc.disable()  # compiling makes little garbage, but collecting it took 1.6 s of a start (measured)
+    gc.disable()  # compiling leaves little garbage, yet collecting it took 1.6 s of start-up (measured)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
     try:
@@ -501,9 +501,9 @@ def run(train: Callable, build_model: Callable) -> None:
         tokenizer = Tokenizer.from_directory()
         if args.sample is None:
             model = train_and_score(train, args, device, gpu, tokenizer)
-            with suppress(Exception):  # of an edited model that gives no logits, say
+            with suppress(Exception):  # of an edited model that returns no logits, say
                 text = textwrap.fill(clean(sample(model, tokenizer, "", args.seed, tokens=64)), 100)
-                print("The model writes:", textwrap.indent(text, "    "), sep="\n")  # not like a line of the summary
+                print("The model writes:", textwrap.indent(text, "    "), sep="\n")  # indented, unlike the summary
             if args.save:
                 save_weights(model, tokenizer)
         else:
@@ -513,23 +513,23 @@ def run(train: Callable, build_model: Callable) -> None:
 
 
 def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
-    """Trains, scores, logs and prints the summary; returns the model. However it ends, there is one row."""
+    """Trains, scores, logs one row however that ends (none if `refusal`), prints the summary and returns the model."""
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     refusal = f"not logged: {by_hand} set by hand" if by_hand and not night_record().get("log") else ""
-    commit, description = git_head(None if args.seed == SEED else args.seed)  # now: they may change meanwhile
+    commit, description = git_head(None if args.seed == SEED else args.seed)  # now: HEAD may move during the run
     label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
     row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
     if not refusal:
         adopt_dataset(tokenizer.directory)
 
     def log(summary: dict, **result) -> dict:
-        """Writes the row and the record; returns the whole summary. Afterwards a signal just ends the process."""
-        handle_signals(signal.SIG_IGN)  # a second one neither loses the row nor doubles it
+        """Writes the row and summary.json; returns the whole summary. From then on a signal just ends the process."""
+        handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
         status = refusal or log_result(**row, **result)
-        summary.setdefault("status", status)  # a crash has one
+        summary.setdefault("status", status)  # a crash has set it
         numbers = {key: as_number(value) for key, value in summary.items()}
         write_record("summary.json", json.dumps(numbers | row, indent=1, default=str))
         handle_signals(signal.SIG_DFL)
@@ -539,7 +539,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
-        assert clock.stopped is not None, "train() has to start, advance and stop the clock"
+        assert clock.stopped is not None, "train() must start, advance and stop the clock"
         start = time.perf_counter()
         val_bpb, test_bpb = score(model, tokenizer, "val"), None
         eval_seconds = time.perf_counter() - start
@@ -581,14 +581,14 @@ def mfu_percent(model, clock: Clock, device) -> float:
 
 
 def as_number(value):
-    """The number that a text stands for; else the value."""
+    """The value, parsed if it is the text of a number."""
     with suppress(ValueError, TypeError):
         return json.loads(value)
     return value
 
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
-    """Bits per byte. Raises FloatingPointError if that is not finite."""
+    """Bits per byte of a split. Raises FloatingPointError if not finite."""
     bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
     if not math.isfinite(bpb):
         raise FloatingPointError(f"{split}_bpb is {bpb}")
@@ -601,19 +601,19 @@ def num_params(model) -> int:
 
 def handle_signals(handler) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # leave it ignored under nohup
             signal.signal(number, handler)
 
 
 def on_signal(number, frame):
-    """Ends the run as an exception does, with its crash row."""
+    """Ends the run by an exception, so that it leaves a crash row."""
     handle_signals(signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def crash_reason(error: BaseException) -> str:
-    """`out of memory`, `NaN at step 40`, or the error with train.py's two innermost lines: a wrong shape is found in
-    Linear.forward, but was made by its caller."""
+    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: a wrong shape fails
+    in Linear.forward, but its caller made it."""
     if isinstance(error, SystemExit):
         reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
         return reasons.get(error.code, f"exit status {error.code}")
@@ -629,14 +629,14 @@ def crash_reason(error: BaseException) -> str:
 
 
 def process_seconds() -> float:
-    """Since this process was started, imports included."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
+    """Seconds since this process started, imports included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime, since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 # ---- Weights and text
 def save_weights(model, tokenizer: Tokenizer) -> None:
-    """Writes weights, in half precision, config and tokenizer's hash. A full disk costs the file, not the run."""
+    """Writes weights (16-bit), config and the tokenizer's hash. A full disk costs the file, not the run."""
     import torch
     from safetensors.torch import save_file
 
@@ -653,7 +653,7 @@ def save_weights(model, tokenizer: Tokenizer) -> None:
 
 
 def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):
-    """The model that the last run with --save left."""
+    """The model last saved with --save. Raises PrepareError if there is none, or it does not fit train.py."""
     from safetensors import safe_open
 
     if not WEIGHTS.exists():
@@ -671,16 +671,16 @@ def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):
 
 
 def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256) -> str:
-    """Continues a text at temperature 0.8, until the model ends the document or after so many tokens."""
+    """`text` and its continuation, at temperature 0.8, up to the end of the document or `tokens` tokens."""
     import torch
 
     torch.manual_seed(seed)
     bos, seq_len, device = tokenizer.get_bos_token_id(), model.config.seq_len, next(model.parameters()).device
     ids = tokenizer.encode(text, prepend=bos)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled was another shape
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # this shape is not compiled
         for _ in range(tokens):
             context = ids[-seq_len:]
-            padded = context + [bos] * (seq_len - len(context))  # causal: no token sees what follows
+            padded = context + [bos] * (seq_len - len(context))  # causal: no token sees the padding
             logits = model(torch.tensor([padded], device=device))[0, len(context) - 1]
             token = torch.multinomial(torch.softmax(logits / 0.8, -1), 1).item()
             if token == bos:

@@ -1,10 +1,10 @@
-"""Four operators: the cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table,
-and sums of rows. Each section stands alone; none knows of GPT, data or GPU names.
+"""Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
+sums of rows. The sections are independent; none depends on GPT, data or GPU names.
 
-torch.compile(fullgraph=True) sees the first two as opaque nodes. On CPU they run without Triton.
+torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, everything runs without Triton.
 """
 
-from __future__ import annotations  # annotations mention tl even where there is no Triton
+from __future__ import annotations  # annotations mention tl even without Triton
 
 import functools
 import logging
@@ -23,27 +23,27 @@ jit = triton.jit if triton else lambda function: function
 
 
 # ---- Fused (linear) cross-entropy
-# The loss of logits z = x W^T for targets y, without (N, V) logits in memory. Per chunk of rows:
+# The loss of logits z = x W^T with targets y, without storing all (N, V) logits. For each chunk of rows:
 #
-#     z = x W^T                             cuBLAS, into one buffer for all chunks
+#     z = x W^T                             cuBLAS, into one buffer that all chunks share
 #     s = c tanh(z / c)                     softcap; s = z without one
 #     lse = log sum exp(s)
 #     loss = lse - s_y
-#     g = (a + b) softmax(s) - a onehot(y)  a, b: the weights of the row's loss and lse; 1/n and 0 in a mean
+#     g = (a + b) softmax(s) - a onehot(y)  a, b: weights of the row's loss and lse; 1/n and 0 for a mean
 #     z <- g (1 - (s / c)^2)                the gradient with respect to z, in place
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
-# The middle five lines are one Triton launch that keeps each row in registers (the GEMMs are not Triton's: tl.dot on
-# sm_75 is scalar FMA). With a softcap exp(s) cannot overflow, and no pass looks for the maximum. The forward of a mean
-# or a sum computes the gradients, too; the backward multiplies them by a scalar. The GEMMs run in x's dtype, the rest
-# in fp32. fp16 cannot hold g / n: z holds 2^15 g there, and 1/n is multiplied in at the end.
+# The middle five lines are one Triton launch that keeps rows of up to 16384 logits in registers. The GEMMs are not in
+# Triton, since tl.dot on sm_75 compiles to scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the
+# maximum. The forward of a mean or a sum also computes the gradients; the backward multiplies them by a scalar. GEMMs
+# run in x's dtype, the rest in fp32. g / n underflows in fp16, so z holds 2^15 g there, and 1/n is applied at the end.
 
 
 @jit
 def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The long constants are 2 / ln 2 and 1 / ln 2: the hardware has exp2.
-    TANH_UNIT: one instruction, relative error 5e-4 (bf16 logits: 4e-3). Otherwise two, absolute error 1e-7."""
-    if cap is not None:  # then shift is 0
+    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, as the hardware computes exp2.
+    TANH_UNIT: tanh takes one instruction, relative error 5e-4 (bf16 logits: 4e-3). Else two, absolute error 1e-7."""
+    if cap is not None:  # shift is 0
         if TANH_UNIT:
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
         else:
@@ -59,7 +59,7 @@ def _cross_entropy_kernel(
     logits, targets, losses, row_scale, grads, lse, lse_scale, logits_stride, scale_stride, grads_stride, cap,
     ignore_index, V: tl.constexpr, BLOCK: tl.constexpr, TANH_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row. The first BLOCK columns stay in registers; any others are read twice, the second time from L2."""
+    """One program per row. The first BLOCK columns stay in registers; others are read again, from L2."""
     row = tl.program_id(0).to(tl.int64)  # row * V may exceed 2^31
     logits += row * logits_stride
     cols = tl.arange(0, BLOCK)
@@ -85,7 +85,7 @@ def _cross_entropy_kernel(
     total = tl.sum(total, 0)
 
     e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, TANH_UNIT)
-    loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # a target out of range must not go unnoticed
+    loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # make a target out of range visible
     tl.store(losses + row, tl.where(ignored, 0.0, loss))
     if lse is not None:
         tl.store(lse + row, tl.log(total) + shift)
@@ -101,19 +101,19 @@ def _cross_entropy_kernel(
             z = tl.load(logits + start + cols, mask=mask, other=0.0).to(tl.float32)
             e, _s, slope = _softcap_exp(z, shift, cap, TANH_UNIT)
             tl.store(grads + start + cols, e * slope * scale, mask=mask)
-        tl.debug_barrier()  # the whole row is stored before its target column is overwritten
+        tl.debug_barrier()  # store the whole row before overwriting its target column
         tl.store(grads + target, (e_y * scale - a) * slope_y, mask=valid)
 
 
 def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
-    """From logits (R, V): losses (R,), lse (R,) unless None, and grads (R, V) unless None, the gradient of
-    sum(row_scale * losses + lse_scale * lse). grads may be the logits."""
+    """Fills losses (R,) and, unless None, lse (R,) and grads (R, V) from logits (R, V). grads, which may be the logits,
+    gets the gradient of sum(row_scale * losses + lse_scale * lse)."""
     v = logits.shape[1]
-    block = triton.next_power_of_2(v)  # the whole row, 32 columns per thread
-    if v > 16384:  # the loops need more registers, and unaligned loads even more: a larger block would spill
+    block = triton.next_power_of_2(v)  # the whole row, up to 32 columns per thread
+    if v > 16384:  # the loops need more registers, unaligned loads even more: larger blocks would spill
         block = 16384 if v % 16 == 0 else 8192
     warps = 16 if v > 16384 else max(1, block // 1024)
-    compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter knows no PTX
+    compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter cannot run PTX
     _cross_entropy_kernel[(len(logits),)](
         logits, targets, losses, row_scale, grads, lse, lse_scale,
         logits.stride(0), row_scale.stride(0), 0 if grads is None else grads.stride(0), softcap, ignore_index,
@@ -144,14 +144,14 @@ def _rows(logits, *args):
 
 
 def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13 only x's type shows it while AOTAutograd traces."""
+    """Whether torch.compile is tracing. Before torch 2.13, only x's type gives away that AOTAutograd is tracing."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 def _scaled(grad, factor):
-    """A saved gradient times factor, () or one per row, in fp32; in place unless it is needed again."""
+    """A saved gradient times factor, () or one per row: in fp32, and in place unless it is needed again."""
     if torch.is_grad_enabled():
-        raise RuntimeError("the fused cross-entropy has no second derivative")
+        raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
     factor = factor.view(-1, 1)  # a factor () would be rounded to grad's dtype first
     if _tracing(grad) or torch._C._autograd._get_current_graph_task_keep_graph():  # with retain_graph
         return (grad * factor).to(grad.dtype)
@@ -159,14 +159,14 @@ def _scaled(grad, factor):
 
 
 def _split_scale(scale, dtype):
-    """Split the weight () so that fp16 does not underflow: early, for the row kernel, and late, for `_scaled`."""
+    """Splits the weight () so that fp16 does not underflow: `early` goes to the row kernel, `late` to `_scaled`."""
     if dtype == torch.float16:
-        return torch.ones_like(scale), scale.nan_to_num(posinf=1.0)  # 1/n of no targets is inf, yet gradients are 0
+        return torch.ones_like(scale), scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
     return scale, torch.ones_like(scale)
 
 
 def _chunk_rows(n, v, itemsize, device):
-    """About 64 per multiprocessor (twice as many save 2% of the time on an H200), at least 4096, at most 1 GiB."""
+    """About 64 rows per multiprocessor (twice as many save 2% of the time on an H200), at least 4096, at most 1 GiB."""
     if device.type != "cuda":
         return min(max(n, 1), 128)
     rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 64 // 1024 * 1024)
@@ -175,8 +175,8 @@ def _chunk_rows(n, v, itemsize, device):
 
 
 def _addmm_(out, a, b, *, beta, alpha):
-    """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever a and b are."""
-    if a.is_cuda:  # the batched form, since addmm of torch 2.9 adds fp16 products to fp16 only
+    """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
+    if a.is_cuda:  # batched, since addmm in torch 2.9 adds fp16 products only to fp16
         out = out[None]
         torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
     else:
@@ -184,7 +184,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw sums up chunks in fp32, for a bf16 weight in bf16 if that rounds at most twice."""
+    """Empty losses, lse, dx, dw. dw sums up chunks, so it is fp32; bf16 if x and weight are, for up to two chunks."""
     few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
     dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
     lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)
@@ -198,11 +198,11 @@ def _linear_cross_entropy(
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
-    sum(row_scale * losses + lse_scale * lse). row_scale: () or (N,)."""
+    sum(row_scale * losses + lse_scale * lse); the rest is empty. row_scale: () or (N,); lse_scale: (N,)."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
-    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits, as |g| <= 1
+    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits in fp16, as |g| <= 1
     row_scale = (row_scale if boost == 1 else row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
@@ -226,8 +226,8 @@ def _(x, weight, targets, row_scale, lse_scale, softcap, ignore_index, need_dx, 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """If reduce, row_scale times the sum of the losses, with gradients from the forward. Else losses and lse, whose
-    weights come with the backward: it computes the logits again."""
+    """If reduce: row_scale times the sum of the losses; the forward computes the gradients. Else losses and lse: their
+    weights are not known until the backward, which recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
@@ -247,7 +247,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             x, weight, targets = ctx.saved_tensors
             late = row_scale.new_ones(())
-            if x.dtype == torch.float16 and len(x):  # the row kernel needs weights of at most 1
+            if x.dtype == torch.float16 and len(x):  # the row kernel needs weights <= 1
                 largest = (row_scale.abs() + lse_scale.abs()).amax().nan_to_num(1.0, 1.0)
                 late = largest.clamp(torch.finfo(torch.float32).tiny)
             scales = row_scale / late, lse_scale / late
@@ -261,7 +261,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     logits: Tensor, targets: Tensor, row_scale: Tensor, softcap: float | None, ignore_index: int, grads: Tensor | None
 ) -> Tensor:
-    """Losses (N,). grads (N, V), unless None, becomes the gradient of sum(row_scale * losses); it may be the logits."""
+    """Losses (N,). grads (N, V), if given, is set to the gradient of sum(row_scale * losses); it may be the logits."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     _rows(logits, targets, losses, row_scale.expand(len(logits)), softcap, ignore_index, grads)
     return losses
@@ -293,9 +293,9 @@ def _flatten(x, targets, softcap, ignore_index, reduction):
     if not 0 <= (softcap or 0) <= 50:
         raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
     if not x.is_floating_point():
-        raise TypeError(f"need hidden states or logits in floats, not {x.dtype}")
+        raise TypeError(f"hidden states or logits must be floating-point, not {x.dtype}")
     if x.shape[:-1] != targets.shape:
-        raise ValueError(f"shapes do not match: {tuple(x.shape)} for targets {tuple(targets.shape)}")
+        raise ValueError(f"targets must have shape {tuple(x.shape[:-1])}, not {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     row_scale = (targets != ignore_index).sum().reciprocal() if reduction == "mean" else torch.ones((), device=x.device)
     return x, targets, row_scale, softcap or None, ignore_index, reduction != "none"
@@ -308,8 +308,9 @@ def fused_linear_cross_entropy(
     """Cross-entropy of softcap(x @ weight.T): x (..., D), weight (V, D), targets (...) -> fp32 () or, for 'none', (N,).
 
     The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
-    return_lse: (loss, lse), with the fp32 log-sum-exp (N,) of each row's softcapped logits, ignored target or not. So
-    `loss + 1e-4 * lse.square().mean()` has a z-loss. Differentiating lse or 'none' costs a fourth GEMM."""
+    return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, even if its
+    target is ignored: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' costs a
+    fourth GEMM."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
@@ -326,7 +327,8 @@ def fused_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of softcap(logits): logits (..., V), targets (...) -> fp32 () or, for 'none', (N,).
 
-    Drop-in for F.cross_entropy. If inplace, logits that require a gradient are overwritten with it."""
+    Like F.cross_entropy, but for the default of ignore_index. If inplace, logits that require a gradient are
+    overwritten with it."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logits, targets, row_scale, *options, reduce = _flatten(logits, targets, softcap, ignore_index, reduction)
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -336,28 +338,28 @@ def fused_cross_entropy(
 
 
 # ---- 4-bit linear
-# W is stored as in bitsandbytes: `block_size` weights of a row share absmax = max |w|, each weight is the index of the
-# code nearest to w / absmax, and each byte holds two, the first in its high half. nf4: 16 quantiles of N(0, 1),
-# https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
+# W is stored as in bitsandbytes: each block of `block_size` weights in a row shares absmax = max |w|. A weight is the
+# 4-bit index of the code nearest to w / absmax; a byte holds two, the first in its high half. nf4: 16 quantiles of
+# N(0, 1), https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
 #
-# y = x W^T and dx = dy W both dequantize W. If the graph showed this, torch.compile would merge the two equal nodes and
-# save W for the backward, even under no_grad. So the op contains the GEMM.
+# y = x W^T and dx = dy W both dequantize W. If torch.compile saw this, it would merge the two equal nodes and save the
+# dequantized W for the backward, even under no_grad. So one opaque op contains both dequantization and GEMM.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FEW_ROWS = 16  # up to so many rows of x, bitsandbytes' CUDA op needs one launch and no dequantized W
+FEW_ROWS = 16  # for up to this many rows of x, bitsandbytes' CUDA op takes one launch and stores no dequantized W
 
 
 def _check_format(shape, quant_type, block_size):
     if quant_type not in ("nf4", "fp4") or block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"need 'nf4' or 'fp4' and a power of two from 32 to 4096, not {quant_type!r} and {block_size}")
-    if shape[-1] % block_size:  # blocks would cross rows, which bitsandbytes' CPU kernel silently gets wrong
+    if shape[-1] % block_size:  # blocks would span rows, which bitsandbytes' CPU kernel silently gets wrong
         raise ValueError(f"the last dimension must be a multiple of block_size={block_size}, not {tuple(shape)}")
 
 
 @functools.cache
 def _bitsandbytes():
-    """Its ops, imported on first use: the import takes a second."""
-    # on some CPUs it takes this file for the hub's package `kernels`, and warns
+    """bitsandbytes' ops, imported on first use, since the import takes a second."""
+    # on some CPUs it mistakes this file for Hugging Face's package `kernels`, and warns
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes  # noqa: F401, registers the ops
 
@@ -369,25 +371,25 @@ def quantize_4bit(
     w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    The check waits for the GPU. Without it, a block with a NaN or inf has such an absmax."""
+    check_finite waits for the GPU and raises ValueError; without it, a block with NaN or inf has such an absmax."""
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
     packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
-    # not its absmax: on CUDA that ignores NaN, and the loss would stay finite
+    # not bitsandbytes' absmax: on CUDA that ignores NaN, and the loss would stay finite
     absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
     if check_finite and not absmax.isfinite().all():
-        raise ValueError("w holds NaN or inf")
+        raise ValueError(f"w {tuple(w.shape)} contains NaN or inf")
     return packed, absmax
 
 
 @jit
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words to 8 weights each; GROUP words share an absmax. Codes come from shared memory: a
-    tree of selects takes 2.4 times the instructions. Offsets are int32: bitsandbytes stops at 2^31."""
+    """Each thread unpacks four words of 8 weights; GROUP words share an absmax. The codes are in shared memory, as a
+    tree of selects takes 2.4 times the instructions. Offsets are int32, as bitsandbytes stops at 2^31 weights."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     packed, absmax = (), ()
-    for part in tl.static_range(4):  # all loads first: they cannot move before a store
+    for part in tl.static_range(4):  # all loads first: the compiler cannot move them before a store
         word = first + part * BLOCK
         packed += (tl.load(packed_ptr + word, word < n_words),)
         absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
@@ -417,12 +419,12 @@ def dequantize_4bit(
     packed: Tensor, absmax: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quant_type: str = "nf4",
     block_size: int = 64,
 ) -> Tensor:  # fmt: skip
-    """Inverse of `quantize_4bit`: weights of `shape`, code times absmax in fp32, rounded once to `dtype`."""
+    """Inverse of `quantize_4bit`: weights of `shape`, code * absmax computed in fp32 and rounded once to `dtype`."""
     _check_format(shape, quant_type, block_size)
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
-        raise ValueError(f"{tuple(shape)} needs uint8 for {n} weights and fp32 for as many, not {stored}")
-    packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel knows strides
+        raise ValueError(f"{tuple(shape)} needs packed uint8 and absmax fp32 for {n} weights each, not {stored}")
+    packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel handles strides
     if not packed.is_cuda:
         return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
@@ -432,8 +434,8 @@ def dequantize_4bit(
 def _matmul_4bit(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
 ) -> Tensor:
-    """x W, (..., N) -> (..., K), or with `transpose` x W^T + bias, (..., K) -> (..., N)."""
-    k = x.shape[-1]  # the GEMM's
+    """x W, (..., N) -> (..., K); with `transpose`, x W^T + bias, (..., K) -> (..., N)."""
+    k = x.shape[-1]  # the GEMM's K
     n = 2 * packed.numel() // k
     bias = bias if bias is None else bias.to(x.dtype)
     if transpose and packed.is_cuda and 0 < x.numel() <= FEW_ROWS * k:
@@ -449,11 +451,11 @@ torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1]
 
 
 def _fastest(x):
-    """The op for torch.compile; in eager mode the dispatcher would only take host time."""
+    """The op under torch.compile, else the plain function, which saves the dispatcher's host time."""
     return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
-class _Linear4bit(torch.autograd.Function):  # `weight` is an input only to receive a gradient
+class _Linear4bit(torch.autograd.Function):  # `weight` is an input only so that it gets a gradient
     @staticmethod
     def forward(ctx, x, packed, absmax, weight, bias, quant_type, block_size):
         ctx.format = quant_type, block_size
@@ -467,13 +469,13 @@ class _Linear4bit(torch.autograd.Function):  # `weight` is an input only to rece
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
         dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
         dy = dy.reshape(-1, dy.shape[-1])
-        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # as if quantizing were the identity
+        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # straight through the quantization
         db = dy.sum(0, dtype=torch.float32) if need_db else None
         return dx, None, None, dw, db, None, None
 
 
 class Linear4bit(nn.Module):
-    """y = x W^T + bias in x's dtype: x (..., in_features), y (..., out_features), W in 4 bits.
+    """y = x W^T + bias in x's dtype, or autocast's: x (..., in_features), y (..., out_features), W in 4 bits.
 
     If trainable, W's gradient goes to an fp32 master `weight`: call `requantize_` after each optimizer step."""
 
@@ -490,12 +492,12 @@ class Linear4bit(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features)) if trainable else None
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if trainable:
-            nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in nn.Linear; a frozen W is zero until it is loaded
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear; a frozen W is 0 until loaded
             self.requantize_()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, trainable: bool = False, **format) -> Linear4bit:
-        """`linear` in 4 bits. Its bias and, if trainable, its fp32 weight are shared, not copied."""
+        """Quantizes `linear`. Shares its bias and, if trainable, its fp32 weight, instead of copying them."""
         packed, absmax = quantize_4bit(linear.weight, **format)
         with torch.device("meta"):
             layer = cls(linear.in_features, linear.out_features, trainable=trainable, **format)
@@ -506,7 +508,7 @@ class Linear4bit(nn.Module):
 
     @torch.no_grad()
     def requantize_(self) -> None:
-        """Quantizes `weight` into the existing buffers. Does not wait for the GPU: NaN and inf show in the outputs."""
+        """Quantizes `weight` into the existing buffers without waiting for the GPU: NaN and inf show in the outputs."""
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
@@ -529,7 +531,7 @@ class Linear4bit(nn.Module):
 def _row_adam_kernel(
     table, exp_avg_sq, ids, order, grads, lr, beta2, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per sorted id. The first of each row sums up its gradients, four at a time, and updates it."""
+    """One program per sorted id. The first program of each row sums its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
     row = tl.load(ids + place)
     if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
@@ -546,7 +548,7 @@ def _row_adam_kernel(
             place += 4
         total /= tl.load(loss_scale)
         mean_sq = tl.sum(total * total, 0) / C
-        if (tl.load(found_inf) == 0) & (mean_sq < float("inf")):  # NaN is not
+        if (tl.load(found_inf) == 0) & (mean_sq < float("inf")):  # false for NaN
             old = tl.load(exp_avg_sq + row)
             v = tl.where(old == 0, mean_sq, old + (1 - beta2) * (mean_sq - old))
             tl.store(exp_avg_sq + row, v)
@@ -556,7 +558,7 @@ def _row_adam_kernel(
 
 
 def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
-    ids, order = ids.sort(stable=True)  # so that equal gradients give equal sums
+    ids, order = ids.sort(stable=True)  # a fixed order of summation: reproducible
     (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
     _row_adam_kernel[(n,)](table, exp_avg_sq, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
@@ -579,11 +581,11 @@ def row_adam_(
     table: Tensor, exp_avg_sq: Tensor, ids: Tensor, grads: Tensor,
     lr: float, beta2: float, loss_scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
-    """Adam without momentum, in place, on those rows of table (R, C) that a batch touches; one second moment per row.
+    """Adam without momentum, in place, on the rows of table (R, C) that a batch touched; one second moment per row.
 
-    grads (N, C), times loss_scale, belong to rows ids (N,); those of one row are summed up first, in fp32. exp_avg_sq
-    (R, 1), fp32, starts with a row's first gradient: its first step is lr. A row whose gradient is not finite stays;
-    all rows do if found_inf is not 0."""
+    grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. exp_avg_sq
+    (R, 1), fp32, is 0 until a row's first gradient sets it: that step has RMS lr. A row whose gradient is not finite is
+    left alone; so are all if found_inf is not 0. Raises ValueError if shapes or strides do not fit."""
     (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
     if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
         raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
@@ -607,7 +609,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
-    """x[at].sum(1): x (R, C) and int64 at (M, J) to (M, C).
+    """x[at].sum(1): x (R, C), int64 at (M, J) -> (M, C).
 
-    back (R, K): the sums that each row is part of, so that the gradient is a lookup and no scatter."""
+    back (R, K) lists the sums that each row is part of: the gradient is then a gather, not a scatter."""
     return _SumRows.apply(x, at, back)

@@ -1,13 +1,13 @@
 """
-Text to token shards, and what reads them: the loader and the metric. Nobody edits this file during research.
-Grown out of karpathy/autoresearch's prepare.py, whose train.py runs on it unchanged.
+Turns text into token shards, and reads them: the data loader and the metric. Not edited during research.
+Based on karpathy/autoresearch's prepare.py, whose train.py runs on this one unchanged.
 
-    python prepare.py                      # climbmix, as many shards as five minutes consume on this GPU
-    python prepare.py --data tinystories   # short stories, kinder to small models
+    python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
+    python prepare.py --data tinystories   # short stories, easier for small models
     python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders
 
-The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) holds a folder per dataset and `current`, the name of the
-last one prepared; `.dataset` beside this file names this clone's.
+The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset, and `current`, which names the
+one prepared last. `.dataset`, next to this file, names the dataset of this clone.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-# torch, pyarrow, huggingface_hub and rustbpe take seconds to import, so each is imported where it is used
+# torch, pyarrow, huggingface_hub and rustbpe take seconds to import, so they are imported where they are used
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
 VOCAB_SIZE = 8192
-EVAL_TOKENS = 2**22  # targets scored, or all if the validation split holds fewer
+EVAL_TOKENS = 2**22  # targets scored; all of them if the split has fewer
 
-# GPT-4's pattern, but numbers in twos: a small vocabulary has no room for all threes
+# GPT-4's pattern, but with at most two digits per token: a small vocabulary has no room for all groups of three
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters the tokenizer learns from, in all and per document. On held-out English 16 / 66 / 155 M give
-# 3.917 / 3.924 / 3.926 bytes per token and take 1.1 / 4.2 / 9.0 s on two cores.
+# Characters that the tokenizer is trained on, in total and per document. 16 / 66 / 155 M give 3.917 / 3.924 / 3.926
+# bytes per token on held-out English and take 1.1 / 4.2 / 9.0 s on two cores.
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
 
 
 class PrepareError(Exception):
-    """One line for people, with the remedy."""
+    """One line for the user: what is wrong, and what to do."""
 
 
 # ---- Metric
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
-    """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats / sum of raw bytes, without BOS.
+    """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats / (ln 2 * sum of raw bytes), without BOS.
 
-    Scores each target once whatever batch_size and seq_len are: the last batch is padded with targets of -1. Calls
-    model(x, y, reduction="none"), int64 (batch_size, seq_len), for (batch_size * seq_len,) nats; in eval mode.
+    Scores each target exactly once whatever batch_size and seq_len are: the last batch is padded with targets of -1.
+    Calls model(x, y, reduction="none") in eval mode: int64 (batch_size, seq_len) -> (batch_size * seq_len,) nats.
     """
     import torch
 
@@ -73,13 +73,13 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
     stream = TokenStream(tokenizer, split)
     n = min(EVAL_TOKENS, len(stream) - 1)
     if n < EVAL_TOKENS:
-        print(f"the {split} split holds {n:,} targets, fewer than {EVAL_TOKENS:,}: all are scored")
+        print(f"the {split} split has only {n:,} targets, not {EVAL_TOKENS:,}: scoring all of them")
     batches = -(-n // (batch_size * seq_len))
     text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
     x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
     y = torch.full_like(x, -1)
     x[:n], y[:n] = text[:-1], text[1:]
-    nbytes = torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # -1 finds the 0 at the end
+    nbytes = torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # a target of -1 gets the 0 at the end
     nats = torch.zeros((), dtype=torch.float64, device=device)
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -89,20 +89,20 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
             nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
     for module in training:
         module.training = True
-    return (nats / (math.log(2) * nbytes.sum())).item()  # the only point where the host waits for the device
+    return (nats / (math.log(2) * nbytes.sum())).item()  # the loop above does not wait for the device
 
 
 # ---- Loader
 class TokenStream:
-    """The token shards of a split as one sequence."""
+    """The token shards of a split, as one sequence. Raises PrepareError if any is missing or damaged."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
         count = read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
-            raise PrepareError(f"{tokenizer.directory} is not prepared to the end: run prepare.py as before")
+            raise PrepareError(f"{tokenizer.directory} is incomplete: rerun the prepare.py command")
         names = [SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shard stays an open file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a mapped shard counts as an open file
         shards = [open_shard(tokenizer.directory / name, tokenizer.fingerprint, verify) for name in names]
         self.tokens, self.checksums = zip(*shards, strict=True)
         self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
@@ -111,15 +111,15 @@ class TokenStream:
         return int(self.ends[-1])
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """(n,) uint16 from `start` on, across shards."""
+        """n tokens from position `start`, across shards: (n,) uint16."""
         i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # a negative index, from the shard's end
+        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # the index is negative: from the shard's end
         return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
 
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target, in one order for all seeds."""
-    random = np.random.RandomState(1)  # a frozen stream, unlike default_rng's
+    """Endless (start, epoch) of windows of T inputs and one more target, in the same order for all seeds and epochs."""
+    random = np.random.RandomState(1)  # NumPy keeps its stream stable, unlike default_rng's
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
     order = random.permutation(count) if shuffle else range(count)
@@ -129,8 +129,8 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch), int64 (B, T) on `device` (None: cuda or else cpu); y is x one token later. Train windows
-    are shuffled, those of val and test in order. Raises PrepareError if the split has no T + 1 tokens."""
+    """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y being x one token later. Only train is
+    shuffled. Raises PrepareError if the split has no T + 1 tokens."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -139,7 +139,7 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
         raise PrepareError(f"T={T} is too long for a {split} split of {len(stream)} tokens: prepare more text")
     order = windows(len(stream), T, shuffle=split == "train")
     while True:
-        # pinned: copied while the GPU computes, and reused by PyTorch once the copy is done
+        # pinned, so the copy overlaps with compute; PyTorch reuses the buffer once the copy is done
         batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
         for x, y in zip(*batch.numpy(), strict=True):
             start, epoch = next(order)
@@ -154,7 +154,7 @@ def cache_dir() -> Path:
 
 
 def current_dataset() -> Path:
-    """Folder of this clone's dataset, else of the one prepared last. Raises PrepareError if there is none."""
+    """The folder of this clone's dataset, else of the one prepared last. Raises PrepareError if there is none."""
     name = read(DATASET) or read(cache_dir() / "current")
     if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (directory := cache_dir() / name).is_dir():
         return directory
@@ -164,13 +164,13 @@ def current_dataset() -> Path:
 
 
 def adopt_dataset(directory: Path) -> None:
-    """Makes it this clone's dataset if the clone has none, so that other clones cannot change it."""
+    """Makes `directory` this clone's dataset unless it has one. From then on no other clone can change it."""
     with suppress(OSError), open(DATASET, "x") as file:
         file.write(directory.name)
 
 
 def read(path: Path) -> str:
-    """Text of a small file, "" if there is none."""
+    """The text of a small file, stripped; "" if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text("utf-8").strip()
     return ""
@@ -178,9 +178,9 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """A binary file that gets its name once it is whole and on disk."""
+    """Writes a binary file atomically: `path` appears, or is replaced, once all is on disk."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # left by an interrupted run, or a stranger's link
+    temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -192,7 +192,7 @@ def new_file(path: Path) -> Iterator:
 
 
 def lock(file, patience: float) -> bool:
-    """Locks an open file; False after `patience` seconds. True where the file system has no locks (Colab's Drive)."""
+    """Locks an open file. False after `patience` seconds; True if the file system has no locks (Google Drive)."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -208,7 +208,7 @@ def lock(file, patience: float) -> bool:
 
 # ---- Tokenizer
 class Tokenizer:
-    """Byte-level BPE, stored as tiktoken does: one line `base64(token) rank` per token."""
+    """Byte-level BPE in tiktoken's file format: one line `base64(token) rank` per token."""
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.txt"
@@ -219,15 +219,15 @@ class Tokenizer:
             if self.dump(ranks) != data or 0 in sizes or sizes.count(1) < 256 or len(sizes) > 65000:
                 raise ValueError("damaged")
         except (OSError, ValueError) as error:
-            raise PrepareError(f"no usable tokenizer in {path} ({error}): run prepare.py as before") from None
+            raise PrepareError(f"no usable tokenizer in {path} ({error}): rerun the prepare.py command") from None
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        self.directory, self.token_bytes = directory, sizes + [0] * len(specials)  # 0 for special ones
+        self.directory, self.token_bytes = directory, sizes + [0] * len(specials)
         self.fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
-        """Of the dataset in `directory` (None: current_dataset()). Raises PrepareError if it is not usable."""
+        """The tokenizer of a dataset's folder (None: current_dataset()). Raises PrepareError if it is not usable."""
         return cls(Path(directory or current_dataset()))
 
     @staticmethod
@@ -239,7 +239,7 @@ class Tokenizer:
         import rustbpe
 
         if not 260 <= VOCAB_SIZE <= 65000:  # all bytes and special tokens; uint16
-            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE} is not possible: give 260 to 65000")
+            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE} is out of range: set it to 260 to 65000")
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
@@ -255,7 +255,7 @@ class Tokenizer:
         return self.encoding.encode_single_token(SPECIAL_TOKENS[0])
 
     def encode(self, text: str | list[str], prepend: int | str | None = None) -> list:
-        """Token ids of a text, or a list of them per text, after `prepend`, the id or name of a special token."""
+        """Token ids of a text, or a list of ids per text. prepend: id or name of a special token to put first."""
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
         head = [] if prepend is None else [prepend]
@@ -268,14 +268,14 @@ class Tokenizer:
 
 
 def get_token_bytes(device="cpu"):
-    """(vocab,) int32: raw bytes per token of the current dataset, 0 for special ones."""
+    """Raw bytes per token of the current dataset's tokenizer, 0 for special tokens: int32 (vocab,)."""
     import torch
 
     return torch.tensor(Tokenizer.from_directory().token_bytes, dtype=torch.int32, device=device)
 
 
 # ---- Token shards
-# A header of 128 bytes, then the tokens as uint16, all little-endian
+# A 128-byte header, then the tokens as uint16, all little-endian
 
 MAGIC = b"token shards, v2"
 SPLITS, SHARD = ("train", "val", "test"), "{}_{:05d}.bin".format  # SHARD(split, number)
@@ -283,7 +283,8 @@ HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
-    """Its tokens, (n,) uint16, memory-mapped, and their SHA-256. Raises PrepareError if it is damaged."""
+    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only to verify it. Raises
+    PrepareError if the shard is damaged."""
     try:
         data = np.memmap(path, "<u2", "r")
         *header, checksum = HEADER.unpack_from(data)
@@ -291,12 +292,12 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         if header != [MAGIC, len(tokens), fingerprint] or (verify and hashlib.sha256(tokens).digest() != checksum):
             raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
-        raise PrepareError(f"{path}: {error}; delete it and train_shards there, and run prepare.py as before") from None
+        raise PrepareError(f"{path}: {error}; delete it and train_shards there, rerun the prepare.py command") from None
     return tokens, checksum
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Such as `climbmix-1a2b3c4d`, with a hash of all tokens of train and val. Compare results only within one."""
+    """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Compare results only if their ids agree."""
     tokenizer = Tokenizer.from_directory(directory)
     checksums = TokenStream(tokenizer, "train").checksums + TokenStream(tokenizer, "val").checksums
     return f"{tokenizer.directory.name.partition('@')[0]}-{hashlib.sha256(b''.join(checksums)).hexdigest()[:8]}"
@@ -305,15 +306,15 @@ def dataset_id(directory: Path | None = None) -> str:
 # ---- Sources of text
 HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/tinystories-gpt4-clean"}
 SOURCES = (*HUB, "embedded")
-MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix ends with test and val
-SHARD_CHARS = 2**26  # per train shard of a folder of one's own
+MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
+SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
 
 Part = tuple[Path, int, int | None]  # documents [start, stop) of a file or of the standard library
-Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: names, and texts to make them of
+Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of each, and the texts it is made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """A dataset's name, which depends on text and constants, and its files by number of train shards (None: all)."""
+    """A dataset's name, with a hash of text and constants, and its files as a function of num_shards (None: all)."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -326,11 +327,11 @@ def find_source(data: str) -> tuple[str, Callable]:
 
 def find_folder(folder: Path):
     if not folder.is_dir():
-        raise PrepareError(f"--data {folder} is no folder, and none of {', '.join(SOURCES)}: check the spelling")
+        raise PrepareError(f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}: check the spelling")
     visible = [path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}"]
     paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
     if not paths:
-        raise PrepareError(f"no .parquet or .txt in {folder}: give --data another folder")
+        raise PrepareError(f"no .parquet or .txt files in {folder}: give --data another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"
@@ -340,12 +341,12 @@ def find_folder(folder: Path):
         parquet.sort(key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
         contents = [(path.name, hashes[path]) for path in parquet]
         return label, contents, lambda n: read_parts(climbmix_like_parts(parquet, n))
-    paths.sort(key=hashes.get)  # names do not matter
+    paths.sort(key=hashes.get)  # so that names do not matter
     return label, sorted(hashes.values()), lambda n: own_files(paths, n)
 
 
 def source_parts(data: str, num_shards: int | None) -> list[Part]:
-    """Test, validation and each train shard."""
+    """The parts of a dataset: test, validation, then one per train shard."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -353,7 +354,7 @@ def source_parts(data: str, num_shards: int | None) -> list[Part]:
     if data == "tinystories":  # 10,000 stories each for test and validation, as its card suggests
         cuts = [0, 10_000, *range(20_000, 20_001 + num_shards * 250_000, 250_000)]
         return [(raw / "tinystories_gpt4_clean.parquet", *cut) for cut in itertools.pairwise(cuts)]
-    stdlib = Path(sysconfig.get_path("stdlib"))  # the last 5% validate, the 5% before test
+    stdlib = Path(sysconfig.get_path("stdlib"))  # val is the last 5%, test the 5% before
     count = sum(1 for _ in documents(stdlib))
     twentieth = max(1, count // 20)
     test, val = count - 2 * twentieth, count - twentieth
@@ -361,7 +362,7 @@ def source_parts(data: str, num_shards: int | None) -> list[Part]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]:
-    """VAL_FILE validates; TEST_FILE tests, without one the last 5% of train."""
+    """VAL_FILE is val. TEST_FILE is test; without one, test is the last 5%, taken from train."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -371,13 +372,13 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]
 
 
 def read_parts(parts: list[Part], repo: str = "") -> Files:
-    """The tokenizer learns from the first train shard alone, so it does not depend on their number."""
+    """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
     names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
     parts, arriving = [parts[2], *parts], {}
 
     def texts(i):
         path, start, stop = parts[i]
-        if not arriving:  # this file is the first one that is needed
+        if not arriving:  # start downloads with the first file that is needed
             arriving.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
         if path in arriving:
             arriving[path].result()
@@ -387,7 +388,7 @@ def read_parts(parts: list[Part], repo: str = "") -> Files:
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
-    """By the hash of its text, a document is among the 5% for validation, the 5% for test, or the rest."""
+    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train."""
 
     def hashed():
         for text in filter(None, itertools.chain.from_iterable(map(documents, paths))):
@@ -399,7 +400,7 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
     sizes = {digest: len(text) for digest, text in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        raise PrepareError(f"{len(order)} documents are too few for three splits: give more text")
+        raise PrepareError(f"{len(order)} different documents are too few for three splits: give more text")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield SHARD("test", 0), in_order(test)
@@ -410,7 +411,7 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
 
 
 def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
-    """Texts in lists, each of which ends as soon as it holds so many characters."""
+    """Groups texts into lists of at least `chars` characters; the last one may have fewer."""
     batch, size = [], 0
     for text in texts:
         batch.append(text)
@@ -423,19 +424,19 @@ def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
 
 
 def documents(path: Path) -> Iterator[str | None]:
-    """All texts of a file in order; in a parquet file some may be empty."""
+    """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
     if path.suffix == ".parquet":
         yield from parquet_column(path)
-    elif path.is_dir():  # Python modules, in the order of their names' hashes
+    elif path.is_dir():  # Python modules, sorted by the hash of their names
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
-    else:  # a document ends at <|endoftext|>, or at the last newline within 8 Ki characters: a book is many
+    else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it") from None
+            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from None
         for book in text.split("<|endoftext|>"):
             yield from re.findall(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", book.strip("\n"))
 
@@ -450,7 +451,7 @@ def parquet_column(path: Path) -> Iterator[str | None]:
             for batch in file.iter_batches(256, columns=["text"]):
                 yield from batch.column(0).to_pylist()
     except Exception as error:
-        problem = f"{path} is damaged, or has no column `text` of strings ({one_line(error)})"
+        problem = f"{path} is damaged or has no string column `text` ({one_line(error)})"
         raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
 
 
@@ -464,15 +465,15 @@ ELSEWHERE = "set HF_ENDPOINT to a mirror, or give --data DIR"
 
 
 class Unreachable(PrepareError):
-    """The hub does not answer at all."""
+    """The hub does not answer."""
 
 
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Downloads the missing paths in turn in a thread. Raises Unreachable if the hub gives no answer in 6 s."""
+    """Downloads missing paths one by one in a thread. Raises Unreachable if the hub does not answer within 6 s."""
     futures = {path: Future() for path in paths if not path.exists()}
     if not futures:
         return {}
-    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, and only for the files
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
     from huggingface_hub.utils import get_session
 
@@ -488,7 +489,7 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
                 if future is reached:
                     return
 
-    # a daemon, so the process can end without it; looking up a name has no timeout
+    # a daemon thread, so the process can exit before it; a DNS lookup has no timeout
     threading.Thread(target=work, daemon=True).start()
     try:
         reached.result(timeout=6)
@@ -498,45 +499,46 @@ def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
 
 
 def download(path: Path, repo: str, endpoint: str) -> None:
-    """hf_hub_download resumes transfers and honours Retry-After; other failures are retried here."""
+    """hf_hub_download resumes transfers and obeys Retry-After; other failures that may pass are retried here."""
     from huggingface_hub import hf_hub_download
 
     for attempt in range(ATTEMPTS):
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
-            next(parquet_column(path), None)  # is it one?
+            next(parquet_column(path), None)  # raises if it is not a parquet file
             return
         except Exception as error:  # of requests, httpx or huggingface_hub
-            if getattr(error, "errno", None):  # from the disk
+            if getattr(error, "errno", None):  # of the disk
                 raise
             cause = error.__cause__ or error
             status = getattr(getattr(cause, "response", None), "status_code", 0)
-            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: not to be resumed
+            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: start over
                 path.unlink(missing_ok=True)
                 shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             raise PrepareError(f"{path.name} of {repo}: {one_line(cause)}; run again, {ELSEWHERE}")
-        print(f"{path.name}: {one_line(cause)}; again in {2**attempt} s", flush=True)
+        print(f"{path.name}: {one_line(cause)}; trying again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` the dataset of this clone (None: the one it has, else climbmix) and returns its folder."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. With neither,
+    and no network, falls back to `embedded` without recording that."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
-        raise PrepareError(f"--num-shards {num_shards} is not possible: give 1 to {MAX_SHARDS}")
+        raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
-    if not data and wanted not in SOURCES:  # a folder, whose path this clone does not know
+    if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
         if num_shards or not is_ready(cache_dir() / own):
-            raise PrepareError(f"this clone's dataset is {own}: give the --data that it was made of")
+            raise PrepareError(f"this clone's dataset is {own}: give the --data DIR that it was made from")
         return current_dataset()
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
         if data or own:
             raise
-        print(f"{error}\nNO NETWORK: this Python's standard library has to do. Its val_bpb compares with no other.")
+        print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)
@@ -544,7 +546,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 
 
 def make(data: str, num_shards: int | None) -> Path:
-    """Prepares a dataset and names it in `current`. Each number of shards is a dataset of its own."""
+    """Prepares a dataset unless it is ready, and makes it `current`. Each number of shards is a separate dataset."""
     name, files = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
     directory, current = cache_dir() / (f"{name}x{count}" if count else name), cache_dir() / "current"
@@ -553,7 +555,7 @@ def make(data: str, num_shards: int | None) -> Path:
     cache_dir().mkdir(parents=True, exist_ok=True)
     with open(cache_dir() / "lock", "ab") as file:
         if not lock(file, patience=0):
-            print(f"another prepare.py is at work in {cache_dir()}: waiting for it", flush=True)
+            print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
             lock(file, math.inf)
         if not is_ready(directory):
             build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
@@ -563,7 +565,7 @@ def make(data: str, num_shards: int | None) -> Path:
 
 
 def default_shards(data: str, name: str) -> int | None:
-    """As many as before and, from the hub, at least what five minutes consume on this GPU. None: all."""
+    """As many as the current dataset has; from the hub, at least what five minutes on this GPU consume. None: all."""
     have = 0
     with suppress(PrepareError):
         own, _, shards = current_dataset().name.rpartition("x")
@@ -587,13 +589,13 @@ def is_ready(directory: Path) -> bool:
 
 
 def build(directory: Path, files: Files, siblings: list[Path]) -> None:
-    """Makes or links what is missing. siblings: the same dataset with other numbers of shards."""
+    """Makes or links what is missing. siblings: folders of the same dataset with other numbers of shards."""
     directory.mkdir(exist_ok=True)
     train_shards = 0
     for name, texts in files:
         path = directory / name
         for sibling in siblings:
-            with suppress(OSError):  # it is there already, or the file system has no links
+            with suppress(OSError):  # it exists here, or not there, or the file system has no links
                 os.link(sibling / name, path)
         train_shards += name.startswith("train")
         with suppress(PrepareError):
@@ -610,7 +612,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
 
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """Makes a token shard. In threads, as tiktoken releases the GIL: 14 MB/s per core, where processes gave 17."""
+    """Writes a token shard. In threads, since tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
     bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
 
     def encode(batch):
@@ -623,7 +625,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
     n, checksum, waiting = 0, hashlib.sha256(), batches(texts, 2**18)
     with new_file(path) as file, ThreadPoolExecutor(workers) as pool:
         file.seek(HEADER.size)
-        # only a few batches ahead, as a dataset may not fit into memory
+        # only a few batches at a time: a dataset may not fit into memory
         while n < limit and (ahead := list(itertools.islice(waiting, 4 * workers))):
             for tokens in pool.map(encode, ahead):
                 if n < limit:
@@ -631,7 +633,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
                     checksum.update(tokens)
                     n += len(tokens)
         if n == 0:
-            raise PrepareError(f"no text for {path.name}: ask for fewer --num-shards, or give more text")
+            raise PrepareError(f"no text left for {path.name}: use a smaller --num-shards, or give more text")
         file.seek(0)
         file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
     print(f"{path.stem}: {n / 1e6:.1f} M tokens", flush=True)
@@ -639,9 +641,9 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
 
 # ---- Main
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepares the data that train.py trains on.")
+    parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    parser.add_argument("--num-shards", type=int, help="train shards (default: what five minutes consume)")
+    parser.add_argument("--num-shards", type=int, help="train shards (default: for five minutes; of a folder: all)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     try:
@@ -652,10 +654,10 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "mend that"
+        remedy = "free some space" if error.errno == errno.ENOSPC else "fix that"
         sys.exit(f"{one_line(error)}: {remedy}, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
-        sys.exit("interrupted: run again to go on")
+        sys.exit("interrupted: run the same command again to continue")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Many experiments: `python -m night run / wave / report / plot`; see `__main__.py`."""
+"""Many experiments: `python -m night --help`, or see `__main__.py`."""

@@ -1,8 +1,8 @@
 """
-Many experiments: one run under supervision, waves of runs on every GPU of a machine or a Ray cluster, what they have
-shown so far, and the morning after. `python -m night COMMAND --help` has the options.
+Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
+far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-`wave`, `tune`, `report`, `watch` and `page` need the extra [night] (pip install -e '.[night]'), `plot` needs [plot].
+wave, tune, loop, report, page and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
@@ -35,17 +35,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()
-    either.add_argument("--seconds", type=float, help="of training, instead of five minutes")
-    either.add_argument("--tokens", type=int, help="to train on, instead of five minutes")
-    budget.add_argument("--gpu", metavar="NAME", help="take another GPU's numerics and size")
+    either.add_argument("--seconds", type=float, help="training budget, instead of five minutes")
+    either.add_argument("--tokens", type=int, help="training budget in tokens")
+    budget.add_argument("--gpu", metavar="NAME", help="use another GPU's numerics and model size")
     limit = argparse.ArgumentParser(add_help=False)
-    limit.add_argument("--limit", type=float, help=f"kill a run after so many seconds ({LIMIT} times K)")
+    text = f"kill a run after this ({LIMIT} x --per-gpu, plus --seconds above {prepare.TIME_BUDGET})"
+    limit.add_argument("--limit", type=float, metavar="SECONDS", help=text)
     many = argparse.ArgumentParser(add_help=False, parents=[budget, limit])
-    many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="K runs at once on a GPU; needs --tokens")
-    text = "of Ray ($RAY_ADDRESS, else this machine alone)"
+    many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
+    text = "of a Ray cluster ($RAY_ADDRESS, else this machine only)"
     many.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
     again = argparse.ArgumentParser(add_help=False)
-    again.add_argument("--again", action="store_true", help="repeat runs that have a row already")
+    again.add_argument("--again", action="store_true", help="repeat runs that already have a row")
 
     def command(function, *parents, help: str) -> Callable:
         name = function.__name__.replace("print_", "")
@@ -53,46 +54,46 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         own.set_defaults(function=function)
         return own.add_argument
 
-    add = command(run, budget, limit, help="one experiment here; it leaves a row, however it ends")
+    add = command(run, budget, limit, help="run one experiment here; it gets a row however it ends")
     add("--seed", type=int)
     command(print_reference, budget, help="print the commit that the next experiment starts from")
-    add = command(keep, budget, help="overrule the status of a commit's last row")
+    add = command(keep, budget, help="set the status of a commit's last row to keep")
     add("revision", metavar="COMMIT")
-    add("--discard", action="store_true", help="instead of keep, in all its rows")
+    add("--discard", action="store_true", help="set all its rows to discard instead")
     add = command(wave, many, again, help="train each git revision's train.py on a GPU of its own, all at once")
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
     numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N,...")
     add("--seeds", **numbers, help="train each revision once with each of these seeds")
-    add = command(tune, many, help="search train.py's constants, beside an agent or to compare with one")
-    add("--sampler", choices=[*SAMPLERS], default="tpe", help="of Optuna (tpe)")
+    add = command(tune, many, help="search train.py's constants, alongside an agent or as its control")
+    add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--runs", type=positive, default=30, metavar="N", help="in all, interrupted ones included (30)")
-    add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="these only")
-    add("--list", action="store_true", help="print the knobs and their ranges")
-    add("--with-agent", action="store_true", help="go on from whatever commit the night keeps meanwhile")
-    add = command(loop, many, help="ask agents for one idea after another, train them, and keep what is better")
-    text = "reads a prompt on standard input, or in the file {prompt}; several of them take turns"
+    add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
+    add("--list", action="store_true", help="only print the knobs and their ranges")
+    add("--with-agent", action="store_true", help="follow the commits that the night keeps meanwhile")
+    add = command(loop, many, help="ask agents for one idea after another, train each, keep what is better")
+    text = "gets a prompt on standard input, or in the file {prompt}; several of them take turns"
     add("--agent", action="append", required=True, metavar="COMMAND", help=text)
-    add("--agents", type=positive, metavar="N", help="at once (one for each run at once)")
+    add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
     add("--agent-limit", type=float, default=600, metavar="SECONDS", help="for each call (600)")
-    add("--agent-env", default="", metavar="NAME,...", help="what else it sees of the environment")
-    add("--sandbox", default="", metavar="COMMAND", help="put before that of the agent")
-    add("--hours", type=float, default=8.0, help="(8)")
-    add("--runs", type=positive, metavar="N", help="end after so many in this night")
-    add("--patience", type=positive, metavar="N", help="end after so many without a gain")
-    text = "before the next call after a refused proposal; three, seven, ... times that after more in a row (30)"
+    add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
+    add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
+    add("--hours", type=float, default=8.0, help="length of the night (8)")
+    add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
+    add("--patience", type=positive, metavar="N", help="end after this many without a gain")
+    text = "wait after a refused proposal; three, seven, ... times that after more in a row (30)"
     add("--pause", type=float, default=30, metavar="SECONDS", help=text)
-    add("--report", action="store_true", help="at the end")
+    add("--report", action="store_true", help="write a report at the end")
     add = command(report, many, again, help="how much of the night's gain was luck?")
-    add("--seeds", type=int, default=3, metavar="N", help="how many new seeds (3)")
-    add("--attribute", action="store_true", help="and which kept changes are real, without the others?")
-    add = command(show, budget, help="what has been tried so far, or all about one commit's runs")
+    add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
+    add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
+    add = command(show, budget, help="print what has been tried so far, or all about one commit's runs")
     add("revision", nargs="?", metavar="COMMIT")
-    add("--md", action="store_true", help="Markdown on a terminal, too")
-    add = command(plot, help="draw results.tsv as progress.png, or the curves of some commits' runs as curves.png")
+    add("--md", action="store_true", help="Markdown even on a terminal")
+    add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
-    command(page, help="write the whole night as night.html, a page without server and network")
-    command(watch, help="show the runs at work in this clone until there is none")
-    add = command(clean, help="list what is left of discarded and killed runs")
+    command(page, help="write the whole night to night.html, which works offline")
+    command(watch, help="show this clone's active runs until all end")
+    add = command(clean, help="list what discarded and killed runs have left behind")
     add("--yes", action="store_true", help="delete it")
 
     args = parser.parse_args(words)
@@ -101,7 +102,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if "seconds" in args:
         args.setting = harness.budget_name(args.seconds, args.tokens, args.gpu)
     if args.command == "tune" and args.with_agent and args.sampler == "cmaes":
-        parser.error("--with-agent moves the ranges, and CMA-ES needs fixed ones: take tpe or random")
+        parser.error("--with-agent moves the ranges, and CMA-ES needs fixed ones: use tpe or random")
     if "limit" in args:
         args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     return args
@@ -109,12 +110,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def positive(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return int(text)
 
 
 def main() -> int | None:
-    sys.stdout.reconfigure(line_buffering=True)  # a log shows the rows as they come
+    sys.stdout.reconfigure(line_buffering=True)  # so that a log shows rows as they come
     args = parse()
     try:
         return args.function(args)
@@ -126,7 +127,7 @@ def main() -> int | None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (PrepareError, FileNotFoundError, subprocess.CalledProcessError) as error:  # no file: no git
+    except (PrepareError, FileNotFoundError, subprocess.CalledProcessError) as error:  # FileNotFoundError: no git
         sys.exit(f"night: {error}")
     except KeyboardInterrupt:
         sys.exit("night: interrupted")

@@ -1,7 +1,7 @@
 """Which of the kept changes are real? Trains the last kept train.py without half of them at a time, with new seeds.
 
-Each run says something about every change, so that 32 runs know the effect of each of 16 changes to 0.35 standard
-deviations of a seed, where leaving out one at a time would take 200. docs/keep_rules.md has the simulation behind it.
+Each run tells something about every change: 32 runs measure each of 16 effects to 0.35 standard deviations of
+a seed (its standard error). Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
 """
 
 import functools
@@ -18,18 +18,18 @@ from night.rows import branch, git, good, revisions, scores, seed_noise
 from night.wave import Trainer, run_of
 from prepare import PrepareError
 
-LEVEL = 0.1  # at most so many of the changes called real are not, by Benjamini and Hochberg's correction
-ROUNDS = 2  # the second one is about changes left open by the first
-CHECKS = 3  # new seeds each for the full and for the pruned file
-MARGIN = 2  # standard deviations of a seed by which the pruned file may score worse in that check
+LEVEL = 0.1  # false discovery rate of the changes called real, by Benjamini and Hochberg's procedure
+ROUNDS = 2  # the second one tests the changes that the first left open
+CHECKS = 3  # new seeds, for the full file and for the pruned one
+MARGIN = 2  # standard deviations of a seed by which the pruned file may then be worse
 
 
 @dataclass
 class Change:
-    """A kept change. Effects are what its removal costs, in bits per byte, others being there or not."""
+    """A kept change. Effects are what its removal costs, in bits per byte, averaged over others being in or out."""
 
     name: str
-    lines: int  # that it adds
+    lines: int  # that it adds, minus those it removes
     val: float = math.nan
     test: float = math.nan
     error: float = math.nan  # standard error of val
@@ -37,10 +37,10 @@ class Change:
 
 
 def halves(count: int) -> np.ndarray:
-    """(runs, count) bool, which changes each run leaves out: each in half of the runs, any two together in a quarter.
+    """Which changes each run leaves out, bool (runs, count): each in half of the runs, any two together in a quarter.
 
-    The runs are the smallest power of two that leaves four degrees of freedom or more. Up to half as many changes have
-    effects that are not mixed up with how two others work together (a design of resolution IV).
+    runs is the smallest power of two that leaves at least four degrees of freedom. Up to runs / 2 changes, no effect is
+    confounded with an interaction of two others (a design of resolution IV).
     """
     from scipy.linalg import hadamard
 
@@ -50,18 +50,18 @@ def halves(count: int) -> np.ndarray:
 
 
 def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
-    """Gives each change effects and a verdict.
+    """Sets the effects and the verdict of each change.
 
-    measure(left_out, first): trains a run for each row of left_out (runs, changes), with seeds from number `first` on;
-    returns which it has left out in fact, val_bpb, and test's; NaN where a run has crashed. sd, freedom: what is known
-    of a seed's standard deviation.
+    measure(left_out, first): trains a run per row of left_out (runs, changes), the first one being run number `first`;
+    returns what was really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. sd, freedom: the standard
+    deviation of a seed as known so far, and its degrees of freedom.
     """
     left_out, scores = np.empty((0, len(changes)), bool), np.empty((0, 2))
     for again in range(ROUNDS):
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
-        half = halves(len(chosen)) ^ bool(again)  # in round 2 the other half: together they have resolution IV
+        half = halves(len(chosen)) ^ bool(again)  # round 2 swaps the halves: both together have resolution IV
         plan = np.zeros((len(half), len(changes)), bool)
         plan[:, chosen] = half
         done, new = measure(plan, len(scores))
@@ -72,8 +72,8 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
 
 
 def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
-    """Least squares over all runs. `real` and `harmful` by one-sided t tests on val; what is real has to help on test,
-    too, whose text no experiment has seen. `needed`: every run without it crashed. `open`: it seems to help."""
+    """Least squares over all runs. `real` and `harmful`: by one-sided t tests on val; a real change must also help on
+    test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems to help val."""
     from scipy import stats
 
     fine = ~np.isnan(scores[:, 0])
@@ -87,7 +87,7 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
     freedom += len(design) - rank
     if not freedom or not tested:
         raise PrepareError(
-            f"{fine.sum()} of {len(fine)} runs ended well, too few for {len(changes)} changes: see their rows"
+            f"{fine.sum()} of {len(fine)} runs succeeded, too few for {len(changes)} changes: see their rows"
         )
     errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))
     effects, errors = effects[1:], errors[1:]
@@ -100,9 +100,9 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
 
 
 def attribute(kept: list[dict], trainer: Trainer) -> str:
-    """Trains what it needs, in several waves; returns the table, and what pruning has given.
+    """Trains all it needs, in several waves; returns a Markdown table and the result of pruning.
 
-    kept: rows of the kept commits, the first of which is the baseline.
+    kept: rows of the kept commits, the baseline first.
     """
     kept = lineage(kept)
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
@@ -130,8 +130,8 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
 
 
 def lineage(kept: list[dict]) -> list[dict]:
-    """The last row, after rows of commits that contain one another: a change is what one adds to the one before. Of
-    two ideas that were tried on one commit and then merged, the later one and the merge."""
+    """The last row, preceded by rows each of whose commits is an ancestor of the next: a change is what one adds to the
+    one before. Of two ideas tried on the same commit and then merged, this has the later one and the merge."""
     line = kept[-1:]
     for row in reversed(kept):
         commit, after = row["commit"], line[0]["commit"]
@@ -141,7 +141,7 @@ def lineage(kept: list[dict]) -> list[dict]:
 
 
 def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
-    """(runs, 2), val_bpb and test's of commits with seeds; NaN where a run has crashed."""
+    """val_bpb and test_bpb, (runs, 2), of commits with seeds; NaN where a run crashed."""
     subjects = dict(revisions([commit for commit, _ in runs]))
     rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
     found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
@@ -149,7 +149,7 @@ def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
 
 
 def possible(files: list[bytes], wanted: list[int]) -> set[int]:
-    """Those changes that can be left out together, with later ones that have to go with them."""
+    """The wanted changes, numbered from 1, that can be left out together, plus later ones that must go with them."""
     dropped: set[int] = set()
     for i in wanted:
         for more in ({i}, group(files, i)):
@@ -160,14 +160,14 @@ def possible(files: list[bytes], wanted: list[int]) -> set[int]:
 
 
 def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
-    """A commit of the last file without some changes."""
+    """A commit of the last file without the dropped changes."""
     names = ", ".join(str(i) for i in sorted(dropped))
     return commit_train(full, without(files, dropped), f"{full} without changes {names}", ref) if dropped else full
 
 
 def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train: Callable) -> str:
-    """Checks the file without what is not shown to help and, if that is worse, without what does harm; the first that
-    is no worse becomes the branch `ref`. last: the row of the last kept commit."""
+    """Checks the file without changes that are not shown to help or, if that is worse, without only the harmful ones.
+    The first that is no worse becomes the branch `ref`. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
     real, nothing, harmful = count["real"] + count["needed"], count["no evidence"], count["harmful"]
     text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, "
@@ -180,13 +180,13 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
             continue
         commits = full, build(files, dropped, full, ref)
         found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
-        worse = np.nanmean(found[1::2, 0] - found[::2, 0])  # NaN: a run has crashed
+        worse = np.nanmean(found[1::2, 0] - found[::2, 0])  # NaN: a run crashed
         numbers = f"({worse:+.4f}, margin {margin:.4f})"
         if worse <= margin:
             size = files[-1].count(b"\n") - pruned.count(b"\n")
             shorter = f"{size} lines shorter" if size > 0 else "no shorter"
             text += f"; without {len(dropped)} of them the file is {shorter} and scores the same {numbers}"
             return f"{text}. It is the branch {ref}."
-        git("update-ref", "-d", f"refs/heads/{ref}")  # also if it is checked out somewhere
+        git("update-ref", "-d", f"refs/heads/{ref}")  # even if it is checked out somewhere
         text += f". Without {len(dropped)} of them it is worse {numbers}"
     return f"{text}. Nothing is pruned."

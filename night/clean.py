@@ -1,4 +1,4 @@
-"""What discarded, crashed and killed runs have left."""
+"""Cleans up after discarded, crashed and killed runs."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from night import records
 from night.rows import experiments
 
-SCRATCH = "night-"  # begins the names of temporary folders; the number of the process that owns one follows
+SCRATCH = "night-"  # prefix of temporary folders; the process id of the owner follows
 
 
 def scratch_folder() -> str:
@@ -19,9 +19,9 @@ def scratch_folder() -> str:
 
 
 def clean(args: argparse.Namespace) -> None:
-    """Lists the records of commits that were not kept, and folders of processes that have ended; deletes on --yes."""
+    """Lists records of commits that were not kept, and temporary folders of dead processes; --yes deletes them."""
     kept = {row["commit"] for i, row in enumerate(experiments()) if row["status"] == "keep" or not i}
-    at_work = records.running(3600)  # an evaluation is silent for minutes where it is slow
+    at_work = records.running(3600)  # a slow evaluation is silent for minutes
     folders = [path for path in sorted(records.RUNS.glob("*-*/")) if path.name.split("-")[0] not in kept]
     folders = [path for path in folders if path not in at_work] + abandoned()
     sizes = [sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) for folder in folders]
@@ -34,7 +34,7 @@ def clean(args: argparse.Namespace) -> None:
 
 
 def abandoned() -> list[Path]:
-    """Temporary folders of this user whose process has ended: checkouts, and Ray's sessions in them."""
+    """This user's temporary folders whose process has ended: checkouts, and Ray's sessions."""
     found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.owner() == Path("/proc/self").owner()]
     owners = {path: re.match(rf"{SCRATCH}(\d+)-", path.name) for path in sorted(found)}
     return [path for path, owner in owners.items() if owner and not Path("/proc", owner[1]).exists()]

@@ -1,4 +1,4 @@
-"""Commits of other versions of train.py, made beside the working tree."""
+"""Commits of other versions of train.py, made without touching the working tree."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ from night.rows import git, git_bytes
 
 
 def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str) -> str:
-    """A commit on `parent` that differs in train.py only, under refs/heads/`ref`; returns its 7 digits.
+    """Commits `text` as train.py on `parent`, as branch `ref`; returns the 7-digit hash.
 
-    It has the date of its parent, so the same text makes the same commit again.
-    """
+    The date is the parent's, so the same text gives the same commit. With `merged`, more parents, `ref` must still be
+    at `parent`."""
     date = git("show", "-s", "--format=%cI", parent)
     with tempfile.TemporaryDirectory() as folder:
         env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
@@ -31,7 +31,7 @@ def read_train(revision: str) -> bytes:
 
 
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
-    """`text` without the change from `before` to `after`, by git's three-way merge; None where it conflicts."""
+    """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"{folder}/{i}" for i in range(3)]
         for path, content in zip(paths, (text, after, before), strict=True):
@@ -42,8 +42,8 @@ def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
 
 
 def without(files: list[bytes], dropped: set[int]) -> bytes | None:
-    """The last file without some of the changes that led to it, change i from files[i - 1] to files[i]; None where they
-    conflict or leave no Python."""
+    """The last file without the dropped changes, change i being files[i - 1] to files[i]; None if they conflict or what
+    is left is not valid Python."""
     text = files[-1]
     for i in sorted(dropped, reverse=True):
         text = revert(text, files[i - 1], files[i])
@@ -57,7 +57,7 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
 
 
 def group(files: list[bytes], i: int) -> set[int]:
-    """Change i, with the fewest later ones that have to go with it since they sit on the same lines."""
+    """Change i, with later ones that must go with it: none, or else one, or else all up to some j."""
     later = range(i + 1, len(files))
     chosen = {i}
     for dropped in [chosen, *({i, j} for j in later), *({i, *range(i + 1, j + 1)} for j in later)]:
@@ -67,11 +67,11 @@ def group(files: list[bytes], i: int) -> set[int]:
 
 
 def doubts(commits: list[str]) -> list[str]:
-    """What somebody who trains them beside HEAD may not know."""
+    """Warnings about commits that are to be compared with HEAD."""
     found = []
     if git("diff", "--name-only", "HEAD", "--", "train.py"):
-        found.append("train.py here has changes that are not committed: no run has them")
+        found.append("train.py here has uncommitted changes, which no run includes: commit them first")
     for commit in commits:
         if other := git("diff", "--name-only", "HEAD", commit, "--", "harness.py", "prepare.py"):
-            found.append(f"{commit} has another {' and '.join(other.split())} than HEAD: its rows may not compare")
+            found.append(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")
     return found

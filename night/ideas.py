@@ -1,4 +1,4 @@
-"""What a night has tried: each commit with rows, what it changed in train.py, and what that was worth."""
+"""What a night has tried: each commit that has rows, what it changed in train.py, and what that was worth."""
 
 import math
 import re
@@ -11,21 +11,21 @@ from harness import Description
 from night.records import curve_of, jump, training_seconds
 from night.rows import ROOT, git, grouped, scores, uncommitted
 
-SLOWER = 1.15  # times as long is worth a word
+SLOWER = 1.15  # mention training times that grow by more than this factor
 
 
 @dataclass
 class Idea:
-    """A commit and its rows of one kind. Losses and differences are in bits per byte; below 0 is a gain."""
+    """A commit and its rows of one kind. Scores and changes are in bits per byte; a negative change is a gain."""
 
     commit: str
     rows: list[dict]
-    places: Counter = field(default_factory=Counter)  # constants, classes and functions: changed lines
+    places: Counter = field(default_factory=Counter)  # changed lines per constant, class or function
     values: dict[str, tuple[str, str]] = field(default_factory=dict)  # constants: old and new value
     lines: tuple[int, int] = (0, 0)  # added, removed
     diff: str = ""
-    changes: list[float] = field(default_factory=list)  # of val_bpb, to the train.py that it has edited, by seed
-    times: float = 1.0  # as long as that it trains, which tells where the budget is in tokens
+    changes: list[float] = field(default_factory=list)  # of val_bpb against the train.py it edited, per shared seed
+    times: float = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     def __post_init__(self):
         self.subject = Description.parse(self.rows[0]).subject
@@ -41,14 +41,14 @@ class Idea:
 
     @property
     def family(self) -> str:
-        """The constants it has changed and nothing else, or else where most of its lines are."""
+        """The constants it changed, if nothing else; otherwise the place with most changed lines."""
         if self.values and self.values.keys() == self.places.keys():
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""
 
 
 def ideas(rows: list[dict]) -> list[Idea]:
-    """Those of rows of one kind, in the order of their first rows."""
+    """The ideas behind rows of one kind, in the order of their first rows."""
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
@@ -57,7 +57,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
         if own == parent:
             continue
-        if not edited:  # a train.py without a row: the kept one before it
+        if not edited:  # it edited a train.py without a row: compare with the last one kept before
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
@@ -68,7 +68,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
 
 
 def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
-    """git's names of train.py in each commit and in its first parent, of those commits that this clone has."""
+    """Blob hashes of train.py in each commit and in its first parent, for the commits that this clone has."""
     names = "".join(f"{commit}:train.py\n{commit}^:train.py\n" for commit in commits)
     options = dict(input=names, cwd=ROOT, text=True, capture_output=True)
     out = subprocess.run(["git", "cat-file", "--batch-check=%(objectname)"], **options).stdout.splitlines()
@@ -77,7 +77,7 @@ def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def read_diffs(found: list[Idea]) -> None:
-    """Sets what each has changed in train.py, compared with its first parent."""
+    """Sets what each idea changed in train.py relative to its first parent."""
     if not found:
         return
     options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
@@ -105,12 +105,12 @@ def read_diff(idea: Idea) -> None:
 
 
 def noise(sd: float, pairs: int = 1) -> float:
-    """Two standard errors of a difference of so many pairs of runs, by the standard deviation of a seed."""
+    """Two standard errors of the mean difference of `pairs` pairs of runs, if a seed's standard deviation is sd."""
     return 2 * sd * math.sqrt(2 / max(1, pairs))
 
 
 def oddities(idea: Idea, rows: list[dict]) -> list[str]:
-    """What makes its runs unlike others of their kind."""
+    """What is unusual about its runs: few tokens, more time, a jump of the loss."""
     usual = statistics.median([row["tokens_M"] for row in rows if row["status"] != "crash"] or [0])
     fewest = min([row["tokens_M"] for row in idea.rows if row["status"] != "crash"], default=usual)
     found = []

@@ -1,4 +1,4 @@
-"""What runs now: a line for each run, from the records that runs and waves write."""
+"""What is running now: one line per run, from the records that runs and waves write."""
 
 import sys
 import time
@@ -11,10 +11,10 @@ from night.records import budget, curve, running
 
 
 class Board:
-    """Lines about runs at work: rewritten in place on a terminal, elsewhere printed every minute."""
+    """One line per active run: updated in place on a terminal, elsewhere printed every minute."""
 
     def __init__(self, total: int = 0):
-        """total: of a wave's runs."""
+        """total: number of a wave's runs."""
         self.total, self.live = total, None
         self.start = self.shown = time.monotonic()
 
@@ -30,7 +30,7 @@ class Board:
             self.live.__exit__(*error)
 
     def update(self, records: list[Path], pending: int = 0) -> None:
-        """records: of the runs at work; pending: runs of the wave that have not ended, these included."""
+        """records: of the active runs; pending: number of the wave's runs that have not ended."""
         now, done = time.monotonic(), self.total - pending
         if now - self.shown < (0.5 if self.live else 60):
             return
@@ -55,7 +55,7 @@ def wave_at_work() -> bool:
 
 
 def line(folder: Path) -> str:
-    """A run's name, share of its budget, step, loss, speed and seconds left."""
+    """A run's name, share of its budget spent, step, loss, speed and seconds left."""
     points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
     if not points:
         return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
@@ -66,11 +66,11 @@ def line(folder: Path) -> str:
 
 
 def watch(_=None) -> None:
-    """Shows the runs at work in this clone until there is none, and no wave that may start more."""
+    """Shows this clone's active runs until there is none, and no wave that may start more."""
     with Board() as board:
         board.shown = 0.0  # at once
         while (records := running()) or wave_at_work():
             if records:
                 board.update(records)
             time.sleep(0.5)
-    print("no run is at work in this clone")
+    print("no run is active in this clone")

@@ -1,4 +1,4 @@
-"""The night as one page for people, night.html: chart, ideas, curves and report, without server and network."""
+"""The night as one web page, night.html: chart, ideas, curves and report. It needs no server and no network."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from night.ideas import Idea, ideas, oddities
 from night.rows import place, seed_noise
 from night.show import gain, last_place
 
-DIFF_LINES, HOVER_LINES = 400, 12  # of a diff in the table, and under the pointer
+DIFF_LINES, HOVER_LINES = 400, 12  # lines of a diff in the table, and in a tooltip
 
 
 def page(_=None) -> None:
@@ -35,12 +35,12 @@ def page(_=None) -> None:
 
 
 def status(idea: Idea) -> str:
-    """`near miss` for a discarded idea that scored better than the file it has edited."""
+    """Its status, but `near miss` for a discarded idea that beat the file it edited."""
     return "near miss" if idea.status == "discard" and (idea.change or 0.0) < 0 else idea.status
 
 
 def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
-    """A line of the table. change is for sorting, gain for reading."""
+    """A row of the table. change is for sorting, gain for display."""
     runs = [points for row in idea.rows if (points := records.curve_of(row))]
     return {
         "no": number, "commit": idea.commit, "subject": idea.subject, "family": idea.family, "status": status(idea),
@@ -54,7 +54,7 @@ def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
 
 
 def chart(found: list[Idea], sd: float):
-    """val_bpb of each idea, the mean of its seeds; crashes at the lower edge."""
+    """Plotly figure: mean val_bpb of each idea's seeds, crashes at the lower edge."""
     import plotly.graph_objects as go
 
     scores = [idea.score for idea in found if idea.scores] or [0.0]
@@ -81,7 +81,7 @@ def chart(found: list[Idea], sd: float):
 
 
 def hover(idea: Idea, sd: float) -> str:
-    """Plotly reads this as HTML."""
+    """A point's tooltip, in HTML."""
     lines = [f"{idea.commit}  {gain(idea, sd)}", *[idea.subject[i : i + 90] for i in range(0, len(idea.subject), 90)]]
     lines += [line[:100] for line in idea.diff.splitlines()[:HOVER_LINES]]
     return "<br>".join(html.escape(line) for line in lines)

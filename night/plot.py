@@ -1,4 +1,4 @@
-"""The pictures of a night: results.tsv as progress.png, and the curves of runs as curves.png."""
+"""Pictures of a night: results.tsv as progress.png, its arms as arms.png, loss curves as curves.png."""
 
 import argparse
 import textwrap
@@ -12,13 +12,13 @@ from prepare import PrepareError
 
 
 def plot(args: argparse.Namespace | None = None) -> None:
-    """Draws progress.png: for each gpu and dataset a chart of all experiments and tables of the kept ones and of near
-    misses. With args.revisions instead draws their curves."""
+    """Draws progress.png: per gpu and dataset, a chart of all experiments and tables of the kept and of the best
+    discarded ones; and arms.png, if there are several arms. With args.revisions, draws only their loss curves."""
     if args and args.revisions:
         return plot_curves(args.revisions)
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:
-        raise PrepareError(f"{harness.RESULTS} holds no val_bpb yet: run `python train.py` first")
+        raise PrepareError(f"{harness.RESULTS} has no val_bpb yet: run `python train.py` first")
     figure, axes = new_figure(9, 4.3 * len(groups), rows=len(groups))
     lines = sum(draw(ax, rows) for (ax,), rows in zip(axes, groups, strict=True))
     figure.set_figheight(4.3 * len(groups) + 0.16 * lines)
@@ -28,7 +28,7 @@ def plot(args: argparse.Namespace | None = None) -> None:
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple:
-    """A figure of so many inches, and its axes (rows, columns)."""
+    """A figure of width x height inches, and its axes (rows, columns)."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained", figsize=(width, height))
@@ -41,7 +41,7 @@ def save(figure, name: str) -> None:
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: for each gpu and dataset the best val_bpb so far of each arm against the number of its runs."""
+    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far against the number of its runs."""
     figure, axes = new_figure(9, 4.3 * len(groups), rows=len(groups))
     for (ax,), group in zip(axes, groups, strict=True):
         for name, rows in grouped(group, arm).items():
@@ -54,7 +54,7 @@ def plot_arms(groups: list[list[dict]]) -> None:
 
 
 def draw(ax, rows: list[dict]) -> int:
-    """One chart, crashes on its lower edge and far outliers on its upper one; returns the lines of the table below."""
+    """Draws a chart, crashes on its lower edge and outliers on its upper one; returns the table's number of lines."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status = np.array([row["status"] for row in rows])
     scores = y[status != "crash"]
@@ -98,13 +98,13 @@ def draw(ax, rows: list[dict]) -> int:
 
 
 def plot_curves(revisions: list[str]) -> None:
-    """Draws curves.png: the loss of every run of these commits, over seconds and over tokens."""
+    """Draws curves.png: the training loss of the last run of each of these commits' rows, over time and over tokens."""
     figure, ((left, right),) = new_figure(9, 5, columns=2)
     commits = [commit_of(revision) for revision in revisions]
     for row in [row for row in harness.read_results() if row["commit"] in commits]:
         if points := curve_of(row):
             _, seconds, tokens, loss, _ = np.array(points).T
-            keep = 1 - 1 / max(1, 0.02 * len(loss))  # exponential moving average without the bias of its start
+            keep = 1 - 1 / max(1, 0.02 * len(loss))  # bias-corrected exponential moving average
             weights = keep ** np.arange(len(loss))
             mean = np.convolve(loss, weights)[: len(loss)] / weights.cumsum()
             bpb = f"{row['val_bpb']:.4f}" if row["val_bpb"] else row["status"]

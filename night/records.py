@@ -1,4 +1,4 @@
-"""Records of runs: runs/<commit>-<seed>-<budget>/ holds a run's log.txt, its curve.tsv and its summary.json."""
+"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json."""
 
 import itertools
 import json
@@ -16,12 +16,12 @@ from harness import Description, Label
 from night.rows import ROOT
 
 RUNS = ROOT / "runs"
-QUIET = 120  # seconds without a change, after which a record without a summary is that of a killed run
-JUMP = 0.3  # nats per token
+QUIET = 120  # seconds without a change after which a run that has no summary counts as killed
+JUMP = 0.3  # nats per token by which a loss jumps; see `jump`
 
 
 class Point(NamedTuple):
-    """A line of curve.tsv. loss: in nats per token, the mean since the line before; lr: of the first group."""
+    """A line of curve.tsv. loss: nats per token, mean since the line before; lr: of the first parameter group."""
 
     step: float
     seconds: float
@@ -31,15 +31,15 @@ class Point(NamedTuple):
 
 
 def folder_name(commit: str, seed: int | None, setting: str) -> str:
-    """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. setting: as harness.budget_name has it."""
+    """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. setting: from harness.budget_name."""
     gpu, budget = re.fullmatch(r"(?: as (\w+))?(?:, (.+))?", setting).groups()
     budget = re.sub(" (M|s).*", r"\1", budget or f"{prepare.TIME_BUDGET} s")
     return "-".join(filter(None, [commit, str(harness.SEED if seed is None else seed), gpu, budget]))
 
 
 def new_folder(name: str) -> Path:
-    """A new folder of that name; of a repeated run it ends in .2, .3 and so on."""
-    RUNS.mkdir(exist_ok=True)  # fails for a link to nowhere, where each name below would seem to exist
+    """Makes a folder of that name; for a repeated run with .2, .3, ... appended."""
+    RUNS.mkdir(exist_ok=True)  # fails for a dangling link, where every name below would seem to exist
     for i in itertools.count(1):
         folder = RUNS / (name if i == 1 else f"{name}.{i}")
         with suppress(FileExistsError):
@@ -48,19 +48,19 @@ def new_folder(name: str) -> Path:
 
 
 def folders(row: dict) -> list[Path]:
-    """The records of the runs of a row, the last one first."""
+    """The records of all runs that a row may stand for, the latest first."""
     name = folder_name(row["commit"], Description.parse(row).seed, Label.parse(row["gpu"]).setting)
     found = [*RUNS.glob(name), *RUNS.glob(f"{name}.*")]
     return sorted(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), reverse=True)
 
 
 def curve_of(row: dict) -> list[Point]:
-    """That of its last run."""
+    """The curve of a row's last run; [] without a record."""
     return [point for folder in folders(row)[:1] for point in curve(folder)]
 
 
 def curve(folder: Path) -> list[Point]:
-    """Its points, [] if there are none; a line that is being written is left out."""
+    """The points of curve.tsv, [] if there are none; skips a line that is still being written."""
     points = []
     with suppress(OSError):
         for line in (folder / "curve.tsv").read_text("utf-8", errors="replace").split("\n")[1:-1]:
@@ -70,26 +70,26 @@ def curve(folder: Path) -> list[Point]:
 
 
 def summary(folder: Path) -> dict:
-    """What the run printed at its end; {} if it was killed before."""
+    """The summary of a run; {} if there is none yet."""
     with suppress(ValueError):
         return json.loads(prepare.read(folder / "summary.json"))
     return {}
 
 
 def training_seconds(rows: list[dict]) -> float:
-    """Median of the last runs of rows; NaN if they have left no records."""
+    """Median over the last run of each row; NaN without records."""
     found = [summary(folder).get("training_seconds") for row in rows for folder in folders(row)[:1]]
     return statistics.median([seconds for seconds in found if seconds] or [math.nan])
 
 
 def budget(folder: Path) -> tuple[str, float]:
-    """`tokens` or `seconds`, and how many."""
+    """The budget in the folder's name: `tokens` or `seconds`, and how many."""
     number, unit = re.search(r"-(\d[\d.]*(?:e[+-]\d+)?)(M|s)(?:\.\d+)?$", folder.name).groups()
     return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
 
 
 def running(quiet: float = QUIET) -> list[Path]:
-    """Records that are being written, the oldest first. quiet: seconds without a change that one may have."""
+    """Records of active runs, the oldest first. quiet: seconds without a change until a run counts as killed."""
     found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
     found = [folder for folder in found if time.time() - last_change(folder) < quiet]
     return sorted(found, key=lambda folder: folder.stat().st_ctime)
@@ -100,10 +100,10 @@ def last_change(folder: Path) -> float:
 
 
 def jump(points: list[Point]) -> float | None:
-    """Where, as a share of the run, the loss rises most after the first tenth, if by more than JUMP; else None.
+    """Where the loss jumps up most after the first tenth, as a fraction of the run; None if nowhere.
 
-    Medians of five points are compared, and three times what it usually moves from one point to the next is added to
-    JUMP: in a short run a point is the loss of a single batch.
+    A jump is a rise between medians of five successive points by more than JUMP plus three times the usual step from
+    point to point: in a short run a point is the loss of a single batch.
     """
     if len(points) < 40:
         return None

@@ -1,4 +1,4 @@
-"""The morning after: how much of the night's gain was luck?"""
+"""The report on the morning after: how much of the night's gain was luck?"""
 
 import argparse
 import math
@@ -14,16 +14,16 @@ from night.rows import arm, experiments, good, grouped, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
-STANDS = "What the night found stands."
-NOTHING = "The night found nothing that stands: chance may do as much."
-CAUTION = "The errors are those of seeds; another text would move the gains, too, and that is not in them."
+STANDS = "The night's gain holds up."
+NOTHING = "The night's gain does not hold up: it may be chance."
+CAUTION = "The errors only cover seeds: another text would change the gains, too."
 
 
 def report(args: argparse.Namespace) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
-    seeds = range(101, 101 + args.seeds)  # that no experiment has used
+    seeds = range(101, 101 + args.seeds)  # unlikely to have been used by experiments
     if len(seeds) < 2:
-        raise PrepareError("--seeds takes 2 or more: one run has no standard error")
+        raise PrepareError(f"--seeds must be at least 2, not {args.seeds}: one run has no standard error")
     kind = start_ray(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
@@ -60,7 +60,7 @@ def best_of(arm: str, rows: list[dict]) -> str:
 
 
 def gains(first: dict, last: dict, rows: list[dict]) -> str:
-    """What the last kept row gains over the first, as logged and in the rows of a report; and what of that was luck."""
+    """Markdown: the gain of the last kept row over the first, as logged and by the report's rows, and what was luck."""
     logged = first["val_bpb"] - last["val_bpb"]
     ends = ("{commit}, {description}.".format(**row) for row in (first, last))
     lines = [
@@ -79,7 +79,7 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             means = " | ".join(f"{statistics.mean(group.values()):.4f}" for group in (before, after))
             lines.append(f"| {split}, mean of {seeds} seeds | {means} | {gain:.4f} | {error:.4f} |")
     if not found:
-        raise PrepareError("fewer than two runs of a revision have ended well: see their rows; --again repeats them")
+        raise PrepareError("fewer than two runs of a revision succeeded: see their rows; --again repeats them")
     gain, error, _ = found["val"]
     luck = min(logged, logged - gain)
     lines += ["", STANDS if stands else NOTHING]
@@ -96,16 +96,14 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     before, after = (training_seconds(good(rows, row["commit"])) for row in (first, last))
     if after > SLOWER * before:
-        lines.append(
-            f"It takes {after / before:.2f} times as long for its tokens: of a budget of seconds it would see fewer."
-        )
+        lines.append(f"It takes {after / before:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 
 
 def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, bool]:
-    """Of the means: the gain, its standard error, and whether it is above 0 at 95% by Student's t.
+    """The difference of the means, its standard error, and whether the 95% confidence interval is above 0.
 
-    In pairs where the seeds are the same; else, as a run has crashed, by Welch's test.
+    By a paired t test if the seeds are the same; otherwise, since a run crashed, by Welch's test.
     """
     from scipy import stats
 

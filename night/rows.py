@@ -1,4 +1,4 @@
-"""What the rows of results.tsv say of experiments, and the commit that the next one starts from."""
+"""Reads results.tsv as experiments, and finds the commit that the next one starts from."""
 
 import argparse
 import math
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Kind(NamedTuple):
-    """Rows that compare with each other."""
+    """What comparable rows have in common."""
 
-    gpus: list[str]  # their names
-    setting: str  # what was set by hand, as harness.budget_name has it
+    gpus: list[str]  # names; rows on any of these belong to it
+    setting: str  # from harness.budget_name
     dataset: str
-    report: bool = False
-    anywhere: bool = False  # in a cluster: on other GPUs, too
+    report: bool = False  # rows of a report, or of experiments
+    anywhere: bool = False  # in a cluster: any GPU
 
     def rows(self) -> list[dict]:
         return [row for row in harness.read_results() if self.holds(row)]
@@ -39,29 +39,29 @@ class Kind(NamedTuple):
 
 
 def kind_here(setting: str) -> Kind:
-    """That of a run on this machine."""
+    """The kind of a run on this machine."""
     return Kind([harness.gpu_name()], setting, prepare.dataset_id())
 
 
 def name_of(row: dict) -> tuple[str, str]:
-    """Commit, and description without the reason of a crash and the score on the test split: the name of the run."""
+    """A run's name: commit, and description without the reason for a crash and the test score."""
     return row["commit"], str(Description.parse(row)._replace(test_bpb=None, reason=""))
 
 
 def experiments() -> list[dict]:
-    """The rows of results.tsv, without those of reports and without a crash whose run has a later row."""
+    """The rows of results.tsv, except those of reports, and crashes whose run has a later row."""
     rows = [row for row in harness.read_results() if not Label.parse(row["gpu"]).report]
     last = {(*name_of(row), *place(row)): i for i, row in enumerate(rows)}
     return [row for i, row in enumerate(rows) if row["status"] != "crash" or i in last.values()]
 
 
 def place(row: dict) -> tuple[str, str]:
-    """Rows of one place compare."""
+    """GPU and dataset: rows that agree in both are comparable."""
     return row["gpu"], row["dataset"]
 
 
 def grouped(rows: Iterable[dict], key: Callable) -> dict:
-    """Lists of rows by key(row), in the order of the first ones."""
+    """Lists of rows by key(row), in order of first appearance."""
     groups = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -69,23 +69,23 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 
 
 def arm(row: dict) -> str:
-    """Who made the commit: `tpe` if the subject begins with `tune tpe:`, `agent 2` if with that, else `agent`."""
+    """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
     prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
     return (prefix and (prefix[1] or prefix[2])) or "agent"
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
-    """Those of a commit, as it is, that did not crash."""
+    """Rows of a commit that did not crash and ran the committed train.py."""
     return [row for row in rows if row["commit"] == commit and row["status"] != "crash" and not uncommitted(row)]
 
 
 def uncommitted(row: dict) -> bool:
-    """Whether what ran was not the commit's train.py, but one with changes that were not committed."""
+    """Whether the train.py that ran had uncommitted changes."""
     return Description.parse(row).subject.endswith(" (train.py differs)")
 
 
 def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
-    """Bits per byte by seed, where a run has scored that split."""
+    """Bits per byte of a split by seed, from the rows that have it; the last of a seed counts."""
     found = {}
     for row in rows:
         parts = Description.parse(row)
@@ -96,7 +96,7 @@ def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
 
 
 def with_error(values: Collection[float], form: str, error_form: str) -> str:
-    """Their mean and, if there are several, its standard error."""
+    """The mean of values with its standard error, if there are several, as text."""
     if not values:
         return ""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -104,16 +104,16 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
 
 
 def seed_noise(row: dict) -> tuple[float, int]:
-    """Standard deviation of val_bpb from seed to seed, and its degrees of freedom; 0.0, 0 if nothing was repeated.
+    """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
-    Pooled over all commits with several runs on the row's gpu and dataset, those of reports included.
+    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included.
     """
     gpu, setting, _ = Label.parse(row["gpu"])
     squares = freedom = 0
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
         for commit in {row["commit"] for row in rows}:
-            if found := scores(good(rows, commit)).values():  # one for each seed: a repeated one may give the same
+            if found := scores(good(rows, commit)).values():  # one per seed: repeating a seed may give the same score
                 freedom += len(found) - 1
                 squares += statistics.pvariance(found) * len(found)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
@@ -121,7 +121,7 @@ def seed_noise(row: dict) -> tuple[float, int]:
 
 # ------------------------------------------------------------------------------------------ the commit to go back to
 def git_bytes(*args: str, **options) -> bytes:
-    """What git prints. options: of subprocess."""
+    """What git prints. options: for subprocess. Raises CalledProcessError."""
     return subprocess.check_output(["git", *args], cwd=ROOT, **options)
 
 
@@ -130,12 +130,12 @@ def git(*args: str, **options) -> str:
 
 
 def archive(commit: str, *paths: str) -> bytes:
-    """A tar of its files, byte by byte: no line ends of a user's core.autocrlf."""
+    """A tar of a commit's files, byte for byte: ignores the user's core.autocrlf."""
     return git_bytes("-c", "core.autocrlf=false", "archive", commit, "--", *paths)
 
 
 def commit_of(revision: str) -> str:
-    """Its 7 digits."""
+    """A revision's 7-digit commit hash. Raises PrepareError if there is none."""
     try:
         return git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")[:7]
     except subprocess.CalledProcessError:
@@ -143,7 +143,7 @@ def commit_of(revision: str) -> str:
 
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
-    """Their commits (7 digits) and subjects."""
+    """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
     command = ["git", "log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--"]
     log = subprocess.run(command, cwd=ROOT, capture_output=True).stdout.decode(errors="replace").strip()
     if not log:
@@ -152,20 +152,20 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
 
 
 def branch() -> str:
-    """The one that is checked out, "" if none is."""
+    """The branch that is checked out, "" if none is."""
     return git("branch", "--show-current")
 
 
 def in_history(rows: list[dict]) -> list[dict]:
-    """Those whose commit is HEAD or an ancestor of it: ideas on side branches count once they are merged."""
+    """Rows whose commit is HEAD or an ancestor of it: ideas on other branches count once they are merged."""
     history = {line[:7] for line in git("rev-list", "HEAD").split()}
     return [row for row in rows if row["commit"] in history]
 
 
 def reference(kind: Kind) -> str:
-    """The commit that the next experiment of a kind starts from: that of the last kept row, if there is none the first.
+    """The commit that the next experiment of a kind starts from: that of the last kept row, else of the first row.
 
-    Without any row of the kind, that of the five-minute runs; without those, HEAD.
+    Only rows in HEAD's history count. Without any: the reference of the five-minute runs, else HEAD.
     """
     for setting in (kind.setting, ""):
         rows = in_history(kind._replace(setting=setting).rows())
@@ -181,7 +181,7 @@ def print_reference(args: argparse.Namespace) -> None:
 
 @contextmanager
 def edit_log() -> Iterator[list[str]]:
-    """The lines of results.tsv, to be changed in place; nobody else writes to it meanwhile."""
+    """The lines of results.tsv, to be edited in place while the file is locked."""
     path, keep_bytes = harness.RESULTS.resolve(), dict(encoding="utf-8", errors="surrogateescape")
     with harness.locked(path) as log:
         log.seek(0)
@@ -199,7 +199,7 @@ def with_status(line: str, status: str) -> str:
 
 
 def decide(ideas: set[tuple[str, str]], base: dict, kind: Kind) -> None:
-    """Moves the rows of ideas that ended before the reference behind `base`, its row, as `keep` if they are better."""
+    """Moves rows of ideas that ended before the reference to the log's end, as `keep` if they beat `base`, its row."""
     with edit_log() as lines:
         rows = [harness.parse_row(line) for line in lines]
         last = {name_of(row): i for i, row in enumerate(rows) if row and kind.holds(row)}
@@ -213,7 +213,7 @@ def decide(ideas: set[tuple[str, str]], base: dict, kind: Kind) -> None:
 
 
 def keep(args: argparse.Namespace) -> None:
-    """Overrules a commit's status, `keep` in its last row or `discard` in all; prints the commit to go back to."""
+    """Sets a commit's status, `keep` in its last row or `discard` in all of them; prints the new reference."""
     commit, kind = commit_of(args.revision), kind_here(args.setting)
     status = "discard" if args.discard else "keep"
     with edit_log() as lines:
@@ -228,4 +228,4 @@ def keep(args: argparse.Namespace) -> None:
             lines[i] = with_status(lines[i], status)
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not in_history([{"commit": commit}]):
-        print(f"{commit} is on another branch: merge it, or it does not count")
+        print(f"{commit} is on another branch: merge it, or it will not count")

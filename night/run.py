@@ -1,4 +1,4 @@
-"""One run of train.py under supervision: it leaves a row, however it ends."""
+"""Runs train.py under supervision, so that it leaves a row however it ends."""
 
 import argparse
 import ctypes
@@ -19,35 +19,35 @@ from harness import Description
 from night.records import folder_name, new_folder
 from night.rows import ROOT
 
-LIMIT = 600  # seconds for a run, start and evaluation included
-PATIENCE = 10  # seconds for a run to end by itself after a signal
-LOG_BYTES, LOG_END = 2**20, 2**15  # of a longer log the record has its first megabyte and its last 32 kB
+LIMIT = 600  # seconds for a run, start-up and evaluation included
+PATIENCE = 10  # seconds for a run to end on its own after a signal
+LOG_BYTES, LOG_END = 2**20, 2**15  # a record keeps the first MiB and the last 32 KiB of a longer log
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 prctl = ctypes.CDLL(None).prctl
 
 
 class Row:
-    """The row of a run that is about to start, whoever comes to write it."""
+    """The row of a run that is about to start, whichever process will write it."""
 
     def __init__(self, args: argparse.Namespace):
-        """Fixes commit and description as they are now."""
+        """Records commit and description now, as they may change during the run."""
         record = harness.night_record()
-        self.needed = record.get("log") or not args.setting  # a budget set by hand leaves no row
+        self.needed = record.get("log") or not args.setting  # no row for a budget set by hand
         self.setting, self.dataset = args.setting, prepare.dataset_id()
         if "commit" not in record:
             commit, subject = harness.git_head()
             record |= dict(commit=commit, description=str(Description(subject, args.seed)))
-        with suppress(OSError):  # a full disk: the run goes on without a record
+        with suppress(OSError):  # disk full: go on without a record
             record["folder"] = str(new_folder(folder_name(record["commit"], args.seed, args.setting)))
         self.record, self.copy = record, os.memfd_create("row")
 
     def hand_over(self) -> None:
-        """Tells log_result what to write, here and in the children of this process, and where to write it once more."""
+        """Tells log_result, here and in child processes, what to write, and where to put a copy of the row."""
         record = self.record | {"row": f"/proc/{os.getpid()}/fd/{self.copy}"}
         os.environ["AUTORESEARCH_RUN"] = json.dumps(record)
 
     def make_up(self, reason: str) -> None:
-        """Logs a crash, if the run has left no row; and the reason in its record, if it has left no summary."""
+        """Logs a crash if the run has left no row; writes the reason to its record if it has left no summary."""
         self.hand_over()
         with suppress(OSError), open(os.path.join(self.record.get("folder", os.devnull), "summary.json"), "x") as file:
             json.dump({"reason": reason}, file)
@@ -59,14 +59,14 @@ class Row:
 def run(args: argparse.Namespace) -> int:
     """Runs train.py until it ends or its time is up; returns its exit status.
 
-    If it leaves no row, it gets a crash row, unless its budget was set by hand. Two processes see to that, and either
-    may be killed: the one in front only waits; its child, in a session of its own, guards train.py.
+    If train.py leaves no row, this logs a crash, unless the budget was set by hand. Two processes see to that, and
+    either may be killed: this one only waits; its child, in a session of its own, guards train.py.
     """
     if harness.night_record().get("log"):
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in a wave: end with Ray's worker
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in a wave: die with Ray's worker
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside NumPy's threads, which are idle
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # processes that a child leaves behind become children of this one
+    warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: NumPy's are idle
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become children of this process
     row, front = Row(args), os.getpid()
     if not (child := os.fork()):
         return guard_train(args, row, front)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
-    """Runs train.py under guard, in a session of its own."""
+    """Guards train.py, in a session of its own."""
     os.setsid()
     row.hand_over()
     options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
@@ -95,12 +95,12 @@ def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
 def guard(
     command: list[str], limit: float, parent: int, log: str, echo: bool = False, **options
 ) -> tuple[int, int, bytes]:
-    """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then ends all that it has started.
+    """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
-    Returns its exit status, the signal that came (SIGALRM: its time was up; 0: none), and the end of its output. log:
-    gets the first megabyte of that and, if it is echoed on stdout, the end, too.
+    Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
+    log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output.
     """
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     end, signals = b"", []
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -117,7 +117,7 @@ def guard(
         size = 0
         while text := child.stdout.read1():
             if echo:
-                with suppress(OSError):  # a full disk: go on reading, or the child would wait for this pipe
+                with suppress(OSError):  # disk full: go on reading, or the child would block on this pipe
                     os.write(1, text)
             with suppress(OSError), open(log, "ab") as file:
                 file.write(text[: max(0, LOG_BYTES - size)])
@@ -140,7 +140,7 @@ def guard(
 
 
 def end_children() -> None:
-    """Kills the children of this process, and theirs, which are ours next."""
+    """Kills all descendants of this process: orphans become its children and are next."""
     while pids := Path("/proc/thread-self/children").read_text().split():
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ def end_children() -> None:
 
 
 def why(code: int, output: str) -> str:
-    """The reason of an end that train.py could not log: `NameError line 31` while it was imported, say."""
+    """Why a run ended that could not log it itself: `NameError line 31` at import time, say."""
     lines = re.findall(r'^ *File ".*train\.py", line (\d+)', output, re.M)
     errors = re.findall(r"^(?:\w+\.)*(\w*Error)\b", output, re.M)
     if code == 1 and lines and errors:

@@ -1,4 +1,4 @@
-"""The memory of a night: what has been tried, as text that a person or an agent reads in one look."""
+"""The memory of a night: what has been tried, as short text for a person or an agent."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from prepare import PrepareError
 
 
 def show(args: argparse.Namespace) -> None:
-    """Prints the night so far, or all about the runs of args.revision."""
+    """Prints the night so far, or everything about the runs of args.revision."""
     text = about_commit(commit_of(args.revision)) if args.revision else about_night(last_place(args.setting))
     if sys.stdout.isatty() and not args.md:
         from rich.console import Console
@@ -26,7 +26,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def last_place(setting: str = "") -> list[dict]:
-    """The experiments on the last row's GPU, budget and dataset; with another budget, on the last row's that has it."""
+    """The experiments on the last row's GPU, budget and dataset. setting: only look at rows with that budget."""
     rows = experiments()
     found = [row for row in rows if not setting or Label.parse(row["gpu"]).setting == setting]
     if not found:
@@ -35,7 +35,7 @@ def last_place(setting: str = "") -> list[dict]:
 
 
 def about_night(rows: list[dict]) -> str:
-    """The reference, families of ideas, near misses and crashes of rows of one kind."""
+    """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
     found, (sd, repeats) = ideas(rows), seed_noise(rows[0])
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
@@ -47,7 +47,7 @@ def about_night(rows: list[dict]) -> str:
         known = f"A seed's standard deviation is {sd:.4f}, by {repeats} repeated runs"
         lines.append(f"{known}: `~` marks noise, for one seed below {noise(sd):.4f}.")
     lines.append(
-        "A number with a sign is the change of val_bpb that an edit made, one without is the score. `*` is kept.\n"
+        "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept.\n"
     )
     families = grouped([idea for idea in found if idea.status != "crash"], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
@@ -60,7 +60,7 @@ def about_night(rows: list[dict]) -> str:
 
 
 def knob(name: str, group: list[Idea], sd: float) -> str:
-    """`- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`: what was tried of one constant."""
+    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, sd)}" for idea in group)
     best = min(group, key=lambda idea: idea.change or 0.0)
     return f"- {name}: {tried}; best {best.values[name][(best.change or 0.0) < -noise(sd, len(best.changes))]}"
@@ -76,7 +76,7 @@ def gain(idea: Idea, sd: float) -> str:
 
 
 def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
-    """A line for each. What its subject shares with the one before is left out."""
+    """One line per idea, without the beginning that its subject shares with the one before."""
     lines, before = [], ""
     for idea in group:
         shared = re.match(r".{30,}[;,] |", os.path.commonprefix([before, idea.subject]))[0]  # noqa: RUF071
@@ -89,7 +89,7 @@ def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
 
 
 def about_commit(commit: str) -> str:
-    """Its rows, and for each the numbers and the end of the log of its last run."""
+    """A commit's rows, each with the summary of its last run and, after a crash, the end of its log."""
     lines = []
     for row in [row for row in experiments() if row["commit"] == commit]:
         score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"

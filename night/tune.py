@@ -1,4 +1,4 @@
-"""The control arm: Optuna turns train.py's constants; each trial is a commit with a row, as an agent's idea is."""
+"""The control arm: Optuna tunes train.py's constants. Each trial is a commit with a row, like an agent's idea."""
 
 import argparse
 import ast
@@ -22,27 +22,27 @@ from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
-SIZES = ("depth", "n_embd", "window", "total_batch_size")  # those searched unless --knobs names others
-CHEAP = ("total_batch_size",)  # leaves the cost of a token as it is: the only one where the budget is in tokens
-RATES = "LR|RATE|DECAY|SCALE|EPS"  # in a name: not a share, though below 1
-SUBJECT = 120  # characters
+SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others
+CHEAP = ("total_batch_size",)  # for a budget in tokens: only fields that do not change the cost per token
+RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
+SUBJECT = 120  # characters of a commit's subject
 
 
 # ------------------------------------------------------------------------------------------------------------ the knobs
 class Knob(NamedTuple):
-    """A positive number in train.py, and where to search: in [low, high] or, of an integer, among `choices`."""
+    """A positive number in train.py, and where to search: in [low, high] or, for some integers, among `choices`."""
 
     name: str
     value: float
     text: str
-    place: tuple[int, int, int]  # line from 0, first and last byte
+    place: tuple[int, int, int]  # line, counted from 0; first byte, and the one after the last
     low: float
     high: float
-    log: bool  # whether to search on a logarithmic scale: all but shares
+    log: bool  # whether to search on a log scale; not for fractions and ranges that reach 0
     choices: tuple[int, ...]
 
     def fit(self, x: float) -> float:
-        """The nearest value that it may have: one of its choices, or three digits."""
+        """The allowed value nearest to x: one of the choices, or x to three digits within [low, high]."""
         if x == self.value:
             return x
         if self.choices:
@@ -50,11 +50,11 @@ class Knob(NamedTuple):
         return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
 
     def parameter(self) -> str:
-        """Its name in a study, where no parameter may change its scale, as a share that becomes 1.0 does."""
+        """Its name in the study. Optuna fixes a parameter's scale, but that of a fraction changes if it becomes 1.0."""
         return self.name if self.log else f"{self.name}, linear"
 
     def literal(self, value: float) -> str:
-        """As its own is written: 2**17, 200_000."""
+        """value in the notation of `text`: 2**17, 200_000."""
         if "**" in self.text and math.log2(value).is_integer():
             return f"2**{int(math.log2(value))}"
         return f"{value:_}" if "_" in self.text else repr(value)
@@ -67,14 +67,16 @@ class Knob(NamedTuple):
 def read_knobs(
     source: bytes, peak: float, names: Collection[str] = (), searched: Collection[str] = SIZES
 ) -> list[Knob]:
-    """The top-level constants of a train.py, those searched of the sizes for so many FLOP/s; or those named."""
+    """The top-level constants of a train.py, and those in `searched` of the sizes for `peak` FLOP/s; or only `names`.
+
+    Raises PrepareError for unknown names."""
     nodes, fields, rows, sizes = {}, {}, [], {}
     for node in ast.parse(source).body:
         match node:
             case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
                 pass
             case ast.Assign([ast.Name(name)], value):
-                nodes[name] = None if name in nodes else value  # set twice: the first number says nothing
+                nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
             case ast.ClassDef(name):
                 fields[name] = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]
     for row in rows:
@@ -88,12 +90,12 @@ def read_knobs(
     found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
     wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
-        raise PrepareError(f"no knob {', '.join(missing)} in train.py; there are {', '.join(found)}")
+        raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
     return [knob for name, knob in found.items() if name in wanted]
 
 
 def number(node: ast.expr) -> float | None:
-    """The value of a number or of arithmetic with numbers, such as 2**17; else None."""
+    """The value of a number or of arithmetic on numbers, such as 2**17; None for anything else."""
     if all(isinstance(part, (ast.Constant, ast.BinOp, ast.operator)) for part in ast.walk(node)):
         with suppress(ArithmeticError, TypeError, ValueError):
             value = eval(ast.unparse(node))
@@ -101,7 +103,7 @@ def number(node: ast.expr) -> float | None:
 
 
 def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
-    """None unless it is a positive number. Its range is that of a comment `# [low, high]`, or else by kind."""
+    """A knob, or None unless it is a positive number on one line. A comment `# [low, high]` sets a constant's range."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or value < 0 or node.lineno != node.end_lineno:
         return None
@@ -115,7 +117,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     if pair and not sizes:
         low, high = map(float, pair.groups())
         if not low <= value <= high:
-            raise PrepareError(f"train.py: {name} = {value} is not in its range [{low:g}, {high:g}]")
+            raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
     first, end = node.col_offset, node.end_col_offset
     choices = tuple(n for n in choices if low <= n <= high)
     log = low > 0 and not share
@@ -123,7 +125,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
 
 
 def neighbours(name: str, value: int, sizes: dict) -> list[int]:
-    """What to try instead of a small integer, a power of two or a size, which has to fit the others; else []."""
+    """The values to try for an integer below 16, a power of two, or a size, which must fit the others; else []."""
     heads, head_dim, seq_len = (sizes.get(field) or 1 for field in ("full_heads", "head_dim", "seq_len"))
     if name == "n_embd":
         return [head_dim * n for n in range(max(heads, value // head_dim - 2), value // head_dim + 3)]
@@ -135,7 +137,7 @@ def neighbours(name: str, value: int, sizes: dict) -> list[int]:
 
 
 def edit(source: bytes, values: dict[Knob, float]) -> bytes:
-    """train.py with other numbers; what stands in columns behind them stays there."""
+    """train.py with other numbers. Keeps aligned columns aligned."""
     lines = source.splitlines(keepends=True)
     for knob in sorted(values, key=lambda knob: knob.place, reverse=True):
         line, start, end = knob.place
@@ -148,8 +150,8 @@ def edit(source: bytes, values: dict[Knob, float]) -> bytes:
 
 # ----------------------------------------------------------------------------------------------------------- the search
 def tune(args: argparse.Namespace) -> None:
-    """Searches the constants of the reference's train.py, a trial on each free GPU; prints the best ten."""
-    # A process of its own asks, so that this one takes no memory of a GPU
+    """Searches the constants of the reference's train.py, with a trial on each free GPU; prints the best ten."""
+    # In a separate process, so that this one takes no GPU memory
     ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
     peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
     which = peak, args.knobs, CHEAP if args.tokens else SIZES
@@ -162,7 +164,7 @@ def tune(args: argparse.Namespace) -> None:
 
 
 class Tuner(Trainer):
-    """A study in runs/tune.db, with a trial for each commit. Killed and started again, it goes on."""
+    """A study in runs/tune.db, each trial a commit. If killed, the same command continues it."""
 
     def __init__(self, args: argparse.Namespace, kind: Kind, which: tuple):
         import optuna
@@ -178,7 +180,7 @@ class Tuner(Trainer):
         sampler = getattr(optuna.samplers, SAMPLERS[args.sampler])()
         self.study = optuna.create_study(study_name=name, sampler=sampler, **options)
         left = self.study.get_trials(states=(self.states.RUNNING,))
-        self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # of a tuner that was killed
+        self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
@@ -192,18 +194,18 @@ class Tuner(Trainer):
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
                     edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
-                    if edits:  # the reference has ended, some of its edits perhaps before it
+                    if edits:  # this was the reference: judge those of its edits that ended before it
                         ended = {name_of(other) for other in self.kind.rows() if other["commit"] in edits}
                         decide(ended - {run[:2]}, row, self.kind)
         self.show_best()
 
     def begun(self) -> list[dict]:
-        """`base` and `commit` of each trial that has begun, as far as it has got."""
+        """`base` and `commit` of each trial that has begun; either may still be missing."""
         trials = self.study.get_trials(deepcopy=False)
         return [trial.user_attrs for trial in trials if trial.state != self.states.WAITING]
 
     def next_trial(self):
-        """One that was killed, or a new one; None if there are enough. The reference is the first of those from it."""
+        """A trial that was killed, or a new one; None if there are enough. The first one of each base is the base."""
         if self.left or len(self.begun()) >= self.args.runs:
             return self.left.pop(0) if self.left else None
         if self.args.with_agent:
@@ -214,7 +216,7 @@ class Tuner(Trainer):
         return self.study.ask()
 
     def start(self, trial) -> None:
-        """Makes its commit, and trains that unless it has a row or is at work."""
+        """Commits a trial, and trains that commit unless it has a row or is being trained."""
         (base,) = revisions([trial.user_attrs.get("base", self.base)])
         trial.set_user_attr("base", base[0])
         source, values = read_train(base[0]), {}
@@ -251,4 +253,4 @@ class Tuner(Trainer):
         best += [row for row in rows.values() if row["commit"] == self.base and row not in best]
         print(f"\n{table(best, self.base)}")
         if best and best[0]["commit"] != self.base:
-            print("The best of many is partly lucky: before you keep it, train it with other seeds (docs/tune.md)")
+            print("The best of many is partly luck: before you keep it, train it with other seeds (docs/tune.md)")

@@ -1,4 +1,4 @@
-"""Waves: each git revision's train.py on a GPU of its own, all at once, on this machine or on a Ray cluster."""
+"""Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
 import argparse
 import atexit
@@ -28,15 +28,15 @@ from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, refe
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 
-# Ray on this machine alone: on loopback ("cluster" is what it takes for other machines), closed to other users, and
-# neither reporting home nor killing what takes memory nor starting a process for each core in advance; and its workers
-# as nice as others, not at 15, where a busy machine starves them.
+# Ray on this machine only: binds to loopback (the CLUSTER variable would open it to other machines), keeps other users
+# out, sends no usage statistics, does not kill workers for their memory, does not start one per core in advance, and
+# leaves them at niceness 0, since at Ray's 15 a busy machine starves them.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
-NEWS = 3  # seconds between two looks at the record of a run
+NEWS = 3  # seconds between two looks at a run's record
 
-# A process of its own asks for them, so that this one takes no memory of a GPU
+# Runs in a separate process, so that this one takes no GPU memory
 GPU_NAMES = """
 import torch, harness
 for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harness.gpu_name())
@@ -44,7 +44,7 @@ for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harne
 
 
 class Run(NamedTuple):
-    """One run of a wave. Commit and description are its name in results.tsv."""
+    """One run of a wave. Commit and description identify it in results.tsv."""
 
     commit: str
     description: str
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 def wave(args: argparse.Namespace) -> None:
-    """Trains every revision, and the reference beside them, with every seed that has no row yet; prints a table."""
+    """Trains every revision and the reference with every seed that has no row yet; prints a table."""
     ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
     (base,) = revisions([reference(trainer.kind)])
     for doubt in doubts([commit for commit, _ in ideas]):
@@ -66,8 +66,8 @@ def run_of(commit: str, subject: str, seed: int | None = None) -> Run:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """A line for each revision and GPU: means over its seeds, standard errors where there are several, and the mean
-    difference to the reference with the same seeds on the same GPU."""
+    """One line per revision and GPU: val_bpb and the difference from the reference with the same seeds on the same GPU.
+    Both are means over seeds, with standard errors if there are several."""
     groups, lines = grouped(rows, lambda row: (row["gpu"], row["commit"])), []
     for (gpu, commit), group in groups.items():
         own, other = scores(group), scores(groups.get((gpu, base), []))
@@ -83,34 +83,35 @@ def table(rows: list[dict], base: str) -> str:
         lines.append((gpu, not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
     if len({gpu for gpu, _ in groups}) > 1:
-        head = f"UNLIKE GPUS: a row compares with those of its own GPU only\n{head}"
+        head = f"DIFFERENT GPUS: compare rows of the same GPU only\n{head}"
     return "\n".join([head, *(line for *_, line in sorted(lines))])
 
 
 def start_ray(args: argparse.Namespace) -> Kind:
-    """Joins the cluster at args.address, or else starts Ray on this machine, until this process ends.
+    """Joins the cluster at args.address, else starts Ray on this machine, until this process ends.
 
-    Returns the kind of rows that runs get here. The first of its gpus is for the row of a run that leaves none.
+    Returns the kind of row that runs get here. The first of its gpus goes into the row of a run that left none. Raises
+    PrepareError if another wave is at work or the log could not take rows.
     """
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
-        raise PrepareError("another wave, tune, loop or report of this clone is at work: wait for it, or end it first")
+        raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     header = "\t".join(harness.COLUMNS)
     if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", header):
-        raise PrepareError(f"{harness.RESULTS} would refuse rows: its first line has to be `{header}`")
+        raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{header}`")
     if "AUTORESEARCH_CACHE" in os.environ:
-        os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # a run has a working folder of its own
-    # Read when Ray is imported. A run that a cluster's Ray kills for its memory would be retried forever.
+        os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
+    # Ray reads these at import. By default it would forever retry a run that a cluster kills for its memory.
     os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
     args.folder, options = None, dict(address=args.address, log_to_driver=False, logging_level="ERROR")
     if not args.address:
         args.folder = scratch_folder()
-        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # after Ray's own end, as it comes before it
+        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # last in, first out: after Ray's
         options |= dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
         options["num_cpus"] = len(os.sched_getaffinity(0))
     import ray
 
-    # Ray cancels a run with SIGINT, which is ignored here, and so in its workers, if a script's `&` started this wave
+    # Ray cancels runs by SIGINT. If a script started this wave with `&`, it is ignored here, and so in Ray's workers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
@@ -120,16 +121,17 @@ def start_ray(args: argparse.Namespace) -> Kind:
 
 
 def settled(row: dict, kind: Kind, base: str) -> bool:
-    """Whether the row's run need not be repeated: a crash is a result, but not for the reference."""
+    """Whether the row's run need not be repeated. A crash counts as a result, except for the reference; a report needs
+    the test score, too."""
     if row["status"] == "crash":
         return row["commit"] != base
     return not kind.report or Description.parse(row).test_bpb is not None
 
 
 class Trainer:
-    """Has Ray train: `submit` hands it a run, `ended` yields the rows of those that have ended, `train` does both.
+    """Trains through Ray: `submit` queues a run, `ended` yields the rows of those that have ended, `train` does both.
 
-    slots: how many it trains at once; it queues others.
+    slots: the number of runs at once.
     """
 
     def __init__(self, args: argparse.Namespace, kind: Kind):
@@ -151,11 +153,11 @@ class Trainer:
             num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
             num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
             label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
-            max_retries=1,  # the run of a lost node goes to another node once
+            max_retries=1,  # if a node is lost, its run goes to another node, once
         )(run_in_checkout)
 
     def at_work(self, total: int = 0) -> Board:
-        """A context that shows what is at work, of so many runs in all; in it `ended` notices signals."""
+        """A context that shows the active runs, out of `total`; within it `ended` handles signals."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
         self.board = Board(total)
         return self.board
@@ -164,9 +166,9 @@ class Trainer:
         return [run for run, _ in self.pending.values()]
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
-        """Trains those that have no row of this kind; returns the last row of each.
+        """Trains the runs that have no row of this kind; returns the last row of each run that has one.
 
-        base: commit and subject of the reference. If interrupted, this ends all runs and this process.
+        base: commit and subject of the reference. A signal ends all runs and this process.
         """
         rows = [row for row in self.kind.rows() if settled(row, self.kind, base[0])]
         done = set() if self.args.again else {name_of(row) for row in rows}
@@ -185,7 +187,7 @@ class Trainer:
         return [last[run[:2]] for run in runs if run[:2] in last]
 
     def submit(self, run: Run, base: tuple[str, str]) -> None:
-        """base: commit and subject of the revision that it has to beat."""
+        """Queues a run. base: commit and subject of the revision that it has to beat."""
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
@@ -193,9 +195,9 @@ class Trainer:
         self.pending[stream] = run, base
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
-        """Logs the rows of runs that have ended by now, or within half a second.
+        """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
 
-        After a signal, ends all runs and then this process with status 130.
+        After a signal, ends all runs, then this process with status 130.
         """
         for stream in self.ray.wait(list(self.pending), timeout=0.5)[0] if self.pending else ():
             event, (run, base) = next_event(stream), self.pending[stream]
@@ -215,18 +217,18 @@ class Trainer:
                 yield run, row
         self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:
-            print("interrupted: the same command goes on")
+            print("interrupted: the same command continues")
             for stream in self.pending:
                 self.ray.cancel(stream)
             for folder in filter(Path.exists, self.records.values()):
-                (folder / "summary.json").write_text('{"reason": "interrupted"}')  # so that it counts as ended
+                (folder / "summary.json").write_text('{"reason": "interrupted"}')  # marks it as ended
             if streams := [stream.completed() for stream in self.pending]:
                 self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
             sys.exit(130)
 
 
 def next_event(stream) -> str | dict | tuple:
-    """What run_in_checkout yields. If Ray has lost the run, a tuple with the reason at its end."""
+    """What run_in_checkout yields next; if Ray lost the run, a final tuple that ends with the reason."""
     import ray
 
     try:
@@ -238,9 +240,9 @@ def next_event(stream) -> str | dict | tuple:
 def log_row(
     run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row"
 ) -> tuple[dict, str]:
-    """Logs the row that a run has left in its checkout, or a crash for that reason; returns it, and a text about it.
+    """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `decide`.
+    An idea that ends before the reference is a `discard` until `decide` judges it.
     """
     lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
     lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)
@@ -258,59 +260,60 @@ def log_row(
 
 
 def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
-    """Those of a cluster's nodes that have the dataset or, if it has a source, have prepared it now."""
+    """The cluster's nodes that have the dataset. Those without it prepare it first, unless it is a user's folder.
+    Raises PrepareError if no node has it."""
     import ray
 
     folder, shards = prepare.current_dataset(), None
-    if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it is a folder of one's own
+    if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it was made from a user's folder
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
     task, files_of_head = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), archive("HEAD")
     able, on = [], [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
     for node, answer in zip(nodes, [task.remote(files_of_head, files, command) for task in on], strict=True):
-        while not isinstance(event := next_event(answer), tuple):  # it has begun
+        while not isinstance(event := next_event(answer), tuple):  # not the result yet
             pass
         _, log, *reason = event
         *_, found = ["nothing", *log, *reason]
         if found == dataset:
             able.append(node)
         else:
-            print(f"no run for {node['NodeManagerHostname']}, it does not have {dataset}: {found}")
+            print(f"no run on {node['NodeManagerHostname']}, which does not have {dataset}: {found}")
     if not able:
-        raise PrepareError(f"no node has {dataset}")
+        raise PrepareError(f"no node has {dataset}: prepare it there")
     return able
 
 
 def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None, folder=None) -> Iterator:
-    """Ray task: a command of Python in a temporary checkout; the node needs the dependencies, but no clone.
+    """Ray task: runs a Python command in a temporary checkout; the node needs the dependencies, but no clone.
 
-    Yields where it runs (a string), while it runs the new bytes of each file of its record (dicts), and at last its
-    rows and the end of its log (a tuple). files: instead of those in the archive. record: see harness.night_record.
-    folder: for the checkout.
+    Yields where it runs (a string); then, as they come, new bytes of each file of its record (dicts); finally its rows
+    and the last lines of its log (a tuple). files: replace those of the archive. record: see harness.night_record.
+    folder: parent of the checkout.
     """
     import ray
 
     context = ray.get_runtime_context()
     assigned = context.get_assigned_resources().get("CPU", 1)
     (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-    usable = len(os.sched_getaffinity(0))  # Ray's count may be another, by a quota or by hand
+    usable = len(os.sched_getaffinity(0))  # Ray's count may differ: a quota, or set by hand
     cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
     threads = str(min(32, cores))  # Inductor's limit
     env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {}), "TORCHINDUCTOR_COMPILE_THREADS": threads}
     if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
-        del env["OMP_NUM_THREADS"]  # a run that has all cores chooses as it does without Ray
+        del env["OMP_NUM_THREADS"]  # with all cores, a run uses its default, as without Ray
         if cores < usable:
             env["OMP_NUM_THREADS"] = str(cores)
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
-    own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` knows it by this process
+    own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` looks at the pid
     with own as folder, open(f"{folder}/run.log", "w") as log:
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_bytes(content)
-        Path(folder, "results.tsv").write_bytes(b"")  # not the archive's: other rows, or a link to them
+        Path(folder, "results.tsv").write_bytes(b"")  # instead of the archive's, which may be a link
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
-        sent, code = defaultdict(int), None  # bytes of each file of the record
+        sent, code = defaultdict(int), None  # bytes sent of each file of the record
         try:
             while code is None:
                 with suppress(subprocess.TimeoutExpired):

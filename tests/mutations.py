@@ -854,7 +854,7 @@ SECTIONS = [
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
         ("    end_children()\n    reader.join()", "    reader.join()"),
-        ("    prctl(PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it\n", ""),
+        ("    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork\n", ""),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
         ("text[: max(0, LOG_BYTES - size)]", "text"),
         ("if echo and size > LOG_BYTES else", "if size > LOG_BYTES else"),

@@ -74,7 +74,7 @@ def test_verdicts_hold_at_their_level_and_find_gains_of_three_standard_deviation
         verdicts.update((effect > 0, change.verdict) for effect, change in zip(truth, changes, strict=True))
         runs.append(number)
         errors += [(change.val - effect) / change.error for effect, change in zip(truth, changes, strict=True)]
-    assert verdicts[False, "real"] <= 0.05 * 200 * 10
+    assert verdicts[False, "real"] <= 0.03 * 200 * 10  # without Benjamini and Hochberg's correction 0.036
     assert verdicts[True, "real"] >= 0.98 * 200 * 6 and verdicts[True, "harmful"] == 0
     assert verdicts[False, "harmful"] >= 0.98 * 200 * 2
     assert min(runs) == 32 and np.mean(runs) < 45
@@ -84,7 +84,7 @@ def test_verdicts_hold_at_their_level_and_find_gains_of_three_standard_deviation
 def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_judged_all_the_same():
     changes, _ = judged([0.0, 0.01, -0.01, 0.01], 0.001, np.random.default_rng(2), needed=0)
     assert [change.verdict for change in changes] == ["needed", "real", "harmful", "real"]
-    with pytest.raises(prepare.PrepareError, match="0 of 8 runs ended well"):
+    with pytest.raises(prepare.PrepareError, match="0 of 8 runs succeeded"):
         decide([Change("a", 1)], lambda plan, _: (plan, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 

@@ -75,8 +75,8 @@ EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
 # By the word of their agent, how proposals end
 ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
 ENDS |= dict(elsewhere="refused: it changes harness.py", hang="refused: no proposal within 12 s")
-ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py has to end with raise")
-ENDS |= dict(same=r"refused: (the same train.py as \w{7}, but for whitespace|train.py is as before)")
+ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py must end with raise")
+ENDS |= dict(same=r"refused: (the same train.py as \w{7}, except for whitespace|train.py is unchanged)")
 
 
 class Loop(Clone):
@@ -182,7 +182,7 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
     assert "a run of it (1.5 M tokens) ends" in before
-    assert "\nOnly train.py.\n\nThe budget is tokens, " in before and "no improvement.\n\n2.0 hours" in before
+    assert "\nOnly train.py.\n\nThe budget is in tokens, " in before and "no improvement.\n\n2.0 hours" in before
     assert "Reference: " in memory and "not in this clone" not in memory
     assert "- refused: it changes harness.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
@@ -216,9 +216,9 @@ def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
     output = loop.finish(loop.loop("A", "B", args=["--runs=3", "--report", "--agents=1"]))
     assert {"agent 1: A 0", "agent 2: B 1"} <= loop.scores().keys()
     assert loop.run("git diff --name-only main HEAD; tail -n1 train.py") == "notes\ntrain.py\n# mine\n"
-    assert "train.py has changes that are not committed" in output
+    assert "train.py has uncommitted changes" in output
     assert loop.run(f"git diff {loop.best()} HEAD -- train.py") == ""
-    assert "What the night found stands." in (loop.folder / "report.md").read_text()
+    assert "The night's gain holds up." in (loop.folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("first", ["A 0", "A 1"])
@@ -266,7 +266,7 @@ def test_a_loop_ends_when_another_branch_is_checked_out_and_goes_on_when_its_own
         assert night.poll() is None, night.stdout.read()
     loop.run("git checkout -q main")
     output = loop.finish(night, code=1)
-    assert output.endswith("night: the night is on autoresearch/mar5: check that out again, and repeat the command\n")
+    assert output.endswith("night: the night is on autoresearch/mar5: check it out again, and rerun the command\n")
     loop.run("git checkout -q autoresearch/mar5")
     loop.finish(loop.loop("worse", args=["--runs=6"]))
     bases = loop.run("git for-each-ref --format='%(parent)' refs/heads/autoresearch/mar5-loop/").split()
@@ -286,9 +286,9 @@ def test_a_killed_loop_takes_its_agents_along(loop):
     ("before", "agent", "remedy"),
     [
         ("", "no-such-program -p", ": there is no program no-such-program"),
-        ("", "true' --runs '0", " loop: error: argument --runs: 0 is not above 0"),
+        ("", "true' --runs '0", " loop: error: argument --runs: 0 must be above 0"),
         ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
-        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", ": the reference crashes: see"),
+        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", ": the reference crashes: "),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):

@@ -621,7 +621,7 @@ def test_a_row_on_another_dataset_than_the_one_before_says_so(tmp_path, capsys):
     for dataset in ("d-1", "d-1", "d-2"):
         assert not capsys.readouterr().out
         harness.log_result(**row, dataset=dataset)
-    assert "the row before is on d-1, this one on d-2" in capsys.readouterr().out
+    assert "the last row is for d-1, this one for d-2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])

@@ -295,7 +295,7 @@ def test_bpb_scores_every_target_exactly_once_in_batches_of_one_shape(
     assert limit == 1234 or nbytes == sum(len(document.encode()) for document in texts(seed))
     nats = model.nats.tolist()
     assert bpb == pytest.approx(sum(nats[before] for before, _ in pairs) / math.log(2) / nbytes, rel=1e-6)
-    assert (f"the {split} split holds {n:,} targets" in capsys.readouterr().out) == (n < limit)
+    assert (f"the {split} split has only {n:,} targets" in capsys.readouterr().out) == (n < limit)
 
 
 def test_a_nan_on_a_bos_target_does_not_count_but_one_elsewhere_does(tokenizer, device):

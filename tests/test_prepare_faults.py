@@ -73,7 +73,7 @@ def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
 ):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     monkeypatch.setattr(prepare, "DATASET", tmp_path)
-    assert f"Is a directory: '{tmp_path}': mend that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
+    assert f"Is a directory: '{tmp_path}': fix that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_dataset_not_prepared_to_the_end_is_not_used(prepared, tmp_path, monke
         (tokenizer.directory / "train_shards").unlink(missing_ok=True)
         if content is not None:
             (tokenizer.directory / "train_shards").write_bytes(content)
-        with pytest.raises(PrepareError, match=r"run prepare\.py as before"):
+        with pytest.raises(PrepareError, match=r"rerun the prepare\.py command"):
             next(prepare.make_dataloader(tokenizer, 1, 8, "train"))
 
 
@@ -269,7 +269,7 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
         with pytest.raises(prepare.Unreachable, match=rf"cannot reach {endpoint} \(.+\): go online"):
             prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
     time.sleep(1)
-    assert "again in" not in capsys.readouterr().out  # nothing goes on in the background
+    assert "trying again" not in capsys.readouterr().out  # nothing goes on in the background
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 
@@ -337,7 +337,7 @@ def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
         run = functools.partial(run_prepare, "--num-shards", 2, cache=tmp_path, HF_ENDPOINT=server.url)
         results = [future.result() for future in [pool.submit(run), pool.submit(run)]]
     assert [run.returncode for run in results] == [0, 0], results
-    assert any("another prepare.py is at work" in run.stdout for run in results)
+    assert any("another prepare.py is working" in run.stdout for run in results)
     assert len(server.ranges()) == 4 and tree(tmp_path) == tree(undisturbed)
 
 

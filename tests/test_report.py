@@ -112,12 +112,12 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(c
     kept = [row for row in rows if row["status"] == "keep"]
     output = clone.finish(clone.report())
     assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} kept, 9 crashed." in output
-    assert "The night found nothing that stands" in output
+    assert "The night's gain does not hold up" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
     text = (clone.folder / "report.md").read_text("utf-8")
-    assert numbers(text) == table and "nothing that stands" in text and "![](progress.png)" in text
+    assert numbers(text) == table and "does not hold up" in text and "![](progress.png)" in text
     assert (clone.folder / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert clone.run("git status --porcelain") == ""
 
@@ -129,7 +129,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
         time.sleep(0.05)
         assert report.poll() is None, report.stdout.read()
     os.killpg(report.pid, signal.SIGINT)
-    assert "interrupted: the same command goes on" in clone.finish(report, code=130)
+    assert "interrupted: the same command continues" in clone.finish(report, code=130)
     before = clone.rows()
     assert len(before) < len(night) + 6
     output = clone.finish(clone.report())
@@ -145,7 +145,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert f"First kept: {first}, {subject[first]}. Last kept: {last}, {subject[last]}." in output
     table = numbers(output)
     assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
-    assert "What the night found stands." in output
+    assert "The night's gain holds up." in output
     assert output.count(" saw 1.3 M tokens here, 1.5 M as logged") == 2
 
     log = clone.results.read_bytes()
@@ -176,7 +176,7 @@ def test_runs_without_a_test_score_are_repeated(clone, monkeypatch, tmp_path):
     [
         (1, "--seeds=3", 0, "Fewer than two revisions were kept on this branch: there is no gain to report."),
         (1, "--tokens=7", 1, "night: no experiment on .* with this GPU and budget: there is nothing to report"),
-        (0, "--seeds=1", 1, "night: --seeds takes 2 or more: one run has no standard error"),
+        (0, "--seeds=1", 1, "night: --seeds must be at least 2, not 1: one run has no standard error"),
     ],
 )
 def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, line):
@@ -238,11 +238,11 @@ def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds
         "test, me": [1.309, 1.3063, 0.0027, 0.0006],
     }
     assert "mean of 3 seeds" in text and "saw" not in text
-    assert "nothing that stands" not in text and "The rest, 0.0040, was luck" in text
+    assert "does not hold up" not in text and "The rest, 0.0040, was luck" in text
     test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
     val["b"] = [1.197, 1.1985, 1.2005]  # as much as logged
     text = gains(FIRST, LAST, rows_of(val, test))
-    assert "nothing that stands" in text and "luck" not in text
+    assert "does not hold up" in text and "luck" not in text
     assert "another text" in text
     val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
     assert "luck" not in gains(FIRST, LAST, rows_of(val, test))
@@ -254,7 +254,7 @@ def test_many_seeds_and_crashes_among_them():
     val = {"a": [1.21 + i / 1000 for i in range(12)], "b": [1.20 + i / 1000 for i in range(11)] + [0.0]}
     text = gains(FIRST, LAST, rows_of(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val}))
     assert "| val, mean of 12 and 11 seeds | 1.2155 | 1.2050 | 0.0105 |" in text
-    with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision have ended well"):
+    with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision succeeded"):
         gains(FIRST, LAST, rows_of({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]}))
 
 

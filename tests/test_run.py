@@ -340,7 +340,7 @@ replace(harness, "evaluate_bpb", split_of)
 
 def test_a_run_that_never_used_the_clock_is_a_crash(clone):
     edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
-    assert "has to start, advance and stop the clock" in clone.run(edit=edit).err and clone.statuses == ["crash"]
+    assert "must start, advance and stop the clock" in clone.run(edit=edit).err and clone.statuses == ["crash"]
 
 
 def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
@@ -529,10 +529,10 @@ replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*ar
 
 REFUSED = {  # arguments, the line
     "no data": ([], r"run `python prepare\.py` first"),
-    "unknown GPU": (["--gpu", "T5"], r"^train\.py: --gpu T5 is unknown: give one of T4.*cpu"),
+    "unknown GPU": (["--gpu", "T5"], r"^train\.py: --gpu T5 is unknown: use one of T4.*cpu"),
     "no weights": (["--sample", "Once"], r"^train\.py: no model\.safetensors yet: run python train\.py --save first"),
     "no weights, empty text": (["--sample", ""], r"^train\.py: no model\.safetensors yet"),
-    "no time": (["--seconds", "0"], "give more than 0"),
+    "no time": (["--seconds", "0"], "the budget must be above 0"),
 }
 
 

@@ -72,7 +72,7 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     assert splits["test"] == numbered(0, 10_000)
     assert splits["val"] == numbered(10_000, 20_000)
     assert splits["train"] == numbered(20_000, 21_000)
-    with pytest.raises(PrepareError, match=r"no text for train_00001\.bin: ask for fewer --num-shards"):
+    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: use a smaller --num-shards"):
         prepare.prepare("tinystories", 2)
     parts = prepare.source_parts("tinystories", 11)
     cuts = [(start, stop) for _, start, stop in parts]
@@ -107,7 +107,7 @@ def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_t
     fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
     assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
     write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than the test split takes
-    with pytest.raises(PrepareError, match=r"no text for train_00001\.bin: .*give more"):
+    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: .*give more"):
         prepare.prepare(str(tmp_path / "data"))
 
 
@@ -197,7 +197,7 @@ def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(t
         splits = splits_of(prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count)))))
         assert all(splits.values()) and sorted(itertools.chain(*splits.values())) == sorted(numbered(0, count))
     for count in (0, 1, 2):
-        with pytest.raises(PrepareError, match=f"{count} documents are too few"):
+        with pytest.raises(PrepareError, match=f"{count} different documents are too few"):
             prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count))))
 
 

@@ -125,7 +125,7 @@ def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
     rows = [row("r", 1, 1.2), row("r", 2, 1.4), row("r", 3, 1.9), row("i", 1, 1.1), row("i", 2, 1.28), row("i", 3, 0.0)]
     rows += [row("j", 1, 1.0, "B"), row("k", None, 1.5)]
     head, *lines = table(rows, "r").splitlines()
-    assert head.startswith("UNLIKE GPUS")
+    assert head.startswith("DIFFERENT GPUS")
     lines = [re.sub(" {2,}", "|", line) for line in lines]
     assert lines[1:] == [
         "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds, A",
@@ -188,8 +188,8 @@ def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
     (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
     output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS))
     odd = clone.run("git rev-parse --short=7 odd").strip()
-    assert "train.py here has changes that are not committed: no run has them\n" in output
-    assert f"\n{odd} has another harness.py than HEAD: its rows may not compare\n" in output
+    assert "train.py here has uncommitted changes, which no run includes: commit them first\n" in output
+    assert f"\n{odd} differs from HEAD in harness.py: its rows may not be comparable\n" in output
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.3]
 
 
@@ -225,7 +225,7 @@ def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clo
     board.update(records, 1)
     assert capsys.readouterr().out == "0 of 1 runs have ended\n"
     wave.send_signal(signal.SIGINT)
-    assert "interrupted: the same command goes on" in clone.finish(wave, code=130)
+    assert "interrupted: the same command continues" in clone.finish(wave, code=130)
 
 
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
@@ -434,7 +434,7 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     output = clone.finish(wave)
     assert clone.scores() == {"base": "keep", "long [WorkerCrashedError]": "crash", "short": "keep"}
-    assert len(re.findall("^no run for .* does not have corpus-.*PrepareError", output, re.M)) == 1
+    assert len(re.findall("^no run on .* does not have corpus-.*PrepareError", output, re.M)) == 1
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
     rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
@@ -481,15 +481,15 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
         ("no-such-branch", "no-such-branch: there are no such commits"),
         ("good..good", r"good\.\.good: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
-        ("good", "another wave, tune, loop or report of this clone is at work"),
-        ("good", r"results.tsv would refuse rows: its first line has to be `commit\tval_bpb\t"),
+        ("good", "another wave, tune, loop or report of this clone is running"),
+        ("good", r"results.tsv cannot take rows: its first line must be `commit\tval_bpb\t"),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError('Ray')")
-    if "refuse" in remedy:
+    if "cannot take" in remedy:
         (clone.folder / "results.tsv").write_text("my notes\n")
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
