@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS and Windows, where only the CPU paths run
+except ImportError:  # macOS and Windows: CPU only
     triton = None
 jit = triton.jit if triton else lambda function: function
 
@@ -34,15 +34,15 @@ jit = triton.jit if triton else lambda function: function
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
 # The middle five lines are one Triton launch that keeps rows of up to 16384 logits in registers. The GEMMs are not in
-# Triton, since tl.dot on sm_75 compiles to scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the
+# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the
 # maximum. The forward of a mean or a sum also computes the gradients; the backward multiplies them by a scalar. GEMMs
 # run in x's dtype, the rest in fp32. g / n underflows in fp16, so z holds 2^15 g there, and 1/n is applied at the end.
 
 
 @jit
 def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, as the hardware computes exp2.
-    TANH_UNIT: tanh takes one instruction, relative error 5e-4 (bf16 logits: 4e-3). Else two, absolute error 1e-7."""
+    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, for exp2. TANH_UNIT: tanh in one
+    instruction, relative error 5e-4 (bf16 logits: 4e-3). Else in two, absolute error 1e-7."""
     if cap is not None:  # shift is 0
         if TANH_UNIT:
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
@@ -69,7 +69,7 @@ def _cross_entropy_kernel(
     z_y = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)
 
     z = tl.load(logits + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-    shift = tl.maximum(tl.max(z, 0), -1e38) if cap is None else 0.0  # finite even if all of z is -inf
+    shift = tl.maximum(tl.max(z, 0), -1e38) if cap is None else 0.0  # finite if all of z is -inf
     first, _first_s, first_slope = _softcap_exp(z, shift, cap, TANH_UNIT)
     first_shift = shift
     total = tl.where(cols < V, first, 0.0)
@@ -110,7 +110,7 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
     gets the gradient of sum(row_scale * losses + lse_scale * lse)."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, up to 32 columns per thread
-    if v > 16384:  # the loops need more registers, unaligned loads even more: larger blocks would spill
+    if v > 16384:  # larger blocks would spill registers, with unaligned loads sooner
         block = 16384 if v % 16 == 0 else 8192
     warps = 16 if v > 16384 else max(1, block // 1024)
     compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter cannot run PTX
@@ -144,7 +144,7 @@ def _rows(logits, *args):
 
 
 def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13, only x's type gives away that AOTAutograd is tracing."""
+    """Whether torch.compile is tracing. Before torch 2.13, AOTAutograd shows in x's type only."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -166,7 +166,7 @@ def _split_scale(scale, dtype):
 
 
 def _chunk_rows(n, v, itemsize, device):
-    """About 64 rows per multiprocessor (twice as many save 2% of the time on an H200), at least 4096, at most 1 GiB."""
+    """About 64 rows per multiprocessor, at least 4096, at most 1 GiB."""
     if device.type != "cuda":
         return min(max(n, 1), 128)
     rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 64 // 1024 * 1024)
@@ -198,7 +198,7 @@ def _linear_cross_entropy(
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
-    sum(row_scale * losses + lse_scale * lse); the rest is empty. row_scale: () or (N,); lse_scale: (N,)."""
+    sum(row_scale * losses + lse_scale * lse); the rest is empty. row_scale is () or (N,)."""
     n, v = len(x), len(weight)
     w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
@@ -226,8 +226,8 @@ def _(x, weight, targets, row_scale, lse_scale, softcap, ignore_index, need_dx, 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """If reduce: row_scale times the sum of the losses; the forward computes the gradients. Else losses and lse: their
-    weights are not known until the backward, which recomputes the logits."""
+    """If reduce: row_scale times the sum of the losses; the forward computes the gradients. Else losses and lse, whose
+    weights only the backward knows: it computes the logits again."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
@@ -343,7 +343,7 @@ def fused_cross_entropy(
 # N(0, 1), https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
 #
 # y = x W^T and dx = dy W both dequantize W. If torch.compile saw this, it would merge the two equal nodes and save the
-# dequantized W for the backward, even under no_grad. So one opaque op contains both dequantization and GEMM.
+# dequantized W for the backward, even under no_grad. So dequantization and GEMM are one opaque op.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 16  # for up to this many rows of x, bitsandbytes' CUDA op takes one launch and stores no dequantized W
@@ -358,7 +358,7 @@ def _check_format(shape, quant_type, block_size):
 
 @functools.cache
 def _bitsandbytes():
-    """bitsandbytes' ops, imported on first use, since the import takes a second."""
+    """bitsandbytes' ops, imported on first use: it takes a second."""
     # on some CPUs it mistakes this file for Hugging Face's package `kernels`, and warns
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes  # noqa: F401, registers the ops
@@ -385,11 +385,11 @@ def quantize_4bit(
 
 @jit
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words of 8 weights; GROUP words share an absmax. The codes are in shared memory, as a
-    tree of selects takes 2.4 times the instructions. Offsets are int32, as bitsandbytes stops at 2^31 weights."""
+    """Each thread unpacks four words of 8 weights; GROUP words share an absmax. The codes are in shared memory.
+    Offsets are int32, as bitsandbytes stops at 2^31 weights."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     packed, absmax = (), ()
-    for part in tl.static_range(4):  # all loads first: the compiler cannot move them before a store
+    for part in tl.static_range(4):  # all loads first: the compiler moves none before a store
         word = first + part * BLOCK
         packed += (tl.load(packed_ptr + word, word < n_words),)
         absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
@@ -444,7 +444,7 @@ def _matmul_4bit(
     return F.linear(x, w, bias) if transpose else x @ w
 
 
-_OP = "autoresearch::matmul_4bit"  # torch.library.custom_op would triple the host time of a call
+_OP = "autoresearch::matmul_4bit"  # torch.library.custom_op triples a call's host time
 torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
 torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
@@ -469,7 +469,7 @@ class _Linear4bit(torch.autograd.Function):  # `weight` is an input only so that
         need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
         dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
         dy = dy.reshape(-1, dy.shape[-1])
-        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # straight through the quantization
+        dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # straight-through estimate
         db = dy.sum(0, dtype=torch.float32) if need_db else None
         return dx, None, None, dw, db, None, None
 
@@ -497,7 +497,7 @@ class Linear4bit(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, trainable: bool = False, **format) -> Linear4bit:
-        """Quantizes `linear`. Shares its bias and, if trainable, its fp32 weight, instead of copying them."""
+        """Quantizes `linear`. Shares its bias and, if trainable, its fp32 weight."""
         packed, absmax = quantize_4bit(linear.weight, **format)
         with torch.device("meta"):
             layer = cls(linear.in_features, linear.out_features, trainable=trainable, **format)
@@ -558,7 +558,7 @@ def _row_adam_kernel(
 
 
 def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
-    ids, order = ids.sort(stable=True)  # a fixed order of summation: reproducible
+    ids, order = ids.sort(stable=True)  # a fixed order: reproducible
     (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
     _row_adam_kernel[(n,)](table, exp_avg_sq, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
@@ -584,7 +584,7 @@ def row_adam_(
     """Adam without momentum, in place, on the rows of table (R, C) that a batch touched; one second moment per row.
 
     grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. exp_avg_sq
-    (R, 1), fp32, is 0 until a row's first gradient sets it: that step has RMS lr. A row whose gradient is not finite is
+    (R, 1), fp32, is 0 until a row's first gradient: that step has RMS lr. A row whose gradient is not finite is
     left alone; so are all if found_inf is not 0. Raises ValueError if shapes or strides do not fit."""
     (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
     if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
