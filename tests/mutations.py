@@ -941,6 +941,25 @@ SECTIONS = [
         ('.replace("<", "\\\\u003c")', ""),
         ("html.escape(line) for", "line for"),
     ]),
+    ("What a token costs", "night/ideas.py", ["test_memory.py", "-k", "pays_for"], [
+        ("(idea.times > SLOWER)", "(idea.times >= 1.0)"),
+        ("(idea.times > SLOWER)", "(idea.times < SLOWER)"),
+        ("[row for other in edited for row in other.rows]", "rows"),
+    ]),
+    ("What a token costs", "night/report.py", ["test_report.py", "-k", "takes_longer"], [
+        ("if after > SLOWER * before:", "if after > before:"),
+        ("if after > SLOWER * before:", "if not after <= SLOWER * before:"),
+    ]),
+    ("What a token costs", "night/tune.py", ["test_tune.py", "-k", "dearer"], [
+        ('CHEAP = ("total_batch_size",)', 'CHEAP = ("total_batch_size", "window")'),
+    ]),
+    ("What a token costs", "night/loop.py", ["test_loop.py", "-k", "prompt"], [
+        ("cost=COST * (self.args.tokens is not None)", "cost=COST * (self.args.tokens is None)"),
+    ]),
+    ("Doubts", "night/commits.py", ["test_wave.py", "-k", "unlike_what"], [
+        ('if git("diff", "--name-only", "HEAD", "--", "train.py"):', "if False:"),
+        ('"HEAD", commit, "--", "harness.py", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
+    ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
         ("if path not in at_work", "if path"),
         ('Path("/proc", owner[1]).exists()', "False"),
