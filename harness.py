@@ -188,6 +188,8 @@ def copy_to_host(scalar) -> Callable[[], float]:
 
 # ---- Log
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
+HEADER = "\t".join(COLUMNS)
+DIFFERS = " (train.py differs)"  # ends the subject of a row whose train.py had uncommitted changes
 
 
 class Label(NamedTuple):
@@ -210,7 +212,7 @@ class Label(NamedTuple):
 class Description(NamedTuple):
     """The description column."""
 
-    subject: str  # of the commit; ends in ` (train.py differs)` if train.py had uncommitted changes
+    subject: str  # of the commit; may end in DIFFERS
     seed: int | None = None  # None: SEED
     test_bpb: float | None = None
     reason: str = ""  # why it crashed
@@ -302,7 +304,7 @@ def locked(path: Path) -> Iterator:
 
 def append_row(file, line: str) -> None:
     """Appends the whole line or nothing; hands a copy to night. Raises ValueError for another header."""
-    header = "\t".join(COLUMNS).encode()
+    header = HEADER.encode()
     file.seek(0)
     text = file.read()
     if text and text.split(b"\n")[0].rstrip() != header:
@@ -343,7 +345,7 @@ def git_head(seed: int | None = None) -> tuple[str, str]:
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
         diff = ["git", "-c", "core.fileMode=false", "diff", "--quiet", "HEAD", "--", "train.py"]
         dirty = subprocess.run(diff, cwd=RESULTS.parent, timeout=10).returncode == 1
-        return commit[:7], str(Description(subject + " (train.py differs)" * dirty, seed))
+        return commit[:7], str(Description(subject + DIFFERS * dirty, seed))
     return "0000000", ""
 
 

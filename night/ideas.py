@@ -30,7 +30,7 @@ class Idea:
     def __post_init__(self):
         self.subject = Description.parse(self.rows[0]).subject
         self.reason = Description.parse(self.rows[-1]).reason  # of a crash
-        self.scores = scores(self.rows)
+        self.scores, self.seconds = scores(self.rows), training_seconds(self.rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         found = {row["status"] for row in self.rows}
         self.status = next(status for status in ("keep", "discard", "crash") if status in found)
@@ -61,7 +61,8 @@ def ideas(rows: list[dict]) -> list[Idea]:
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
-        idea.times = training_seconds(idea.rows) / training_seconds([row for other in edited for row in other.rows])
+        if idea.seconds and (seconds := [second for other in edited for second in other.seconds]):
+            idea.times = statistics.median(idea.seconds) / statistics.median(seconds)
         if not idea.changes and idea.scores and before:
             idea.changes = [idea.score - statistics.mean(before.values())]
     return found

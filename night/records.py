@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import statistics
 import time
@@ -76,10 +75,10 @@ def summary(folder: Path) -> dict:
     return {}
 
 
-def training_seconds(rows: list[dict]) -> float:
-    """Median over the last run of each row; NaN without records."""
+def training_seconds(rows: list[dict]) -> list[float]:
+    """Those of the last run of each row, as far as there are records."""
     found = [summary(folder).get("training_seconds") for row in rows for folder in folders(row)[:1]]
-    return statistics.median([seconds for seconds in found if seconds] or [math.nan])
+    return [seconds for seconds in found if seconds]
 
 
 def budget(folder: Path) -> tuple[str, float]:

@@ -95,8 +95,8 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     before, after = (training_seconds(good(rows, row["commit"])) for row in (first, last))
-    if after > SLOWER * before:
-        lines.append(f"It takes {after / before:.2f} times as long for its tokens: in a fixed time it would see fewer.")
+    if before and after and (times := statistics.median(after) / statistics.median(before)) > SLOWER:
+        lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 
 

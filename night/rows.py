@@ -81,7 +81,7 @@ def good(rows: list[dict], commit: str) -> list[dict]:
 
 def uncommitted(row: dict) -> bool:
     """Whether the train.py that ran had uncommitted changes."""
-    return Description.parse(row).subject.endswith(" (train.py differs)")
+    return Description.parse(row).subject.endswith(harness.DIFFERS)
 
 
 def scores(rows: list[dict], split: str = "val") -> dict[int, float]:

@@ -96,9 +96,8 @@ def start_ray(args: argparse.Namespace) -> Kind:
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
-    header = "\t".join(harness.COLUMNS)
-    if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", header):
-        raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{header}`")
+    if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", harness.HEADER):
+        raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{harness.HEADER}`")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
     # Ray reads these at import. By default it would forever retry a run that a cluster kills for its memory.

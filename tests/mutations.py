@@ -676,7 +676,7 @@ SECTIONS = [
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
     ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or another_dataset or replaced or whatever_changes"], [
-        ('" (train.py differs)" * dirty', '""'),
+        ("subject + DIFFERS * dirty", "subject"),
         ('if rows and (last := rows[-1]["dataset"]) != dataset:', 'if rows and (last := rows[-1]["dataset"]):'),
         ("if path.exists() and os.path.samestat(", "if path.exists() or os.path.samestat("),
         ("[\\d.e+-]+ (?:M tokens", "[\\d.]+ (?:M tokens"),
@@ -902,6 +902,25 @@ SECTIONS = [
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),
         ("html.escape(line) for", "line for"),
+    ]),
+    ("What a token costs", "night/ideas.py", ["test_memory.py", "-k", "pays_for"], [
+        ("(idea.times > SLOWER)", "(idea.times >= 1.0)"),
+        ("(idea.times > SLOWER)", "(idea.times < SLOWER)"),
+        ("[second for other in edited for second in other.seconds]", "found[0].seconds"),
+    ]),
+    ("What a token costs", "night/report.py", ["test_report.py", "-k", "takes_longer"], [
+        ("statistics.median(before)) > SLOWER:", "statistics.median(before)) > 1.0:"),
+        ("if before and after and (times", "if (times"),
+    ]),
+    ("What a token costs", "night/tune.py", ["test_tune.py", "-k", "dearer"], [
+        ('CHEAP = ("total_batch_size",)', 'CHEAP = ("total_batch_size", "window")'),
+    ]),
+    ("What a token costs", "night/loop.py", ["test_loop.py", "-k", "prompt"], [
+        ("cost=COST * (self.args.tokens is not None)", "cost=COST * (self.args.tokens is None)"),
+    ]),
+    ("Doubts", "night/commits.py", ["test_wave.py", "-k", "unlike_what"], [
+        ('if git("diff", "--name-only", "HEAD", "--", "train.py"):', "if False:"),
+        ('"HEAD", commit, "--", "harness.py", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
     ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
         ("if path not in at_work", "if path"),

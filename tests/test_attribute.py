@@ -47,6 +47,19 @@ harness.log_result(
 """
 
 
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A function that runs a script in a new repository, on its branch `night`; night works in that, too."""
+    monkeypatch.setattr("night.rows.ROOT", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+
+    def shell(script: str) -> str:
+        return subprocess.check_output(["sh", "-ec", script], cwd=tmp_path, text=True).strip()
+
+    shell("git init -q -b night; git config user.name a; git config user.email a@b")
+    return shell
+
+
 def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> tuple[list[Change], int]:
     """The changes of a simulated morning, and its runs. Without the change `needed` every run crashes."""
     runs = []
@@ -126,15 +139,9 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
     assert [change.val for change in changes] == pytest.approx([0.02] * 2 + [0.01] * (count - 2))
 
 
-def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_path, monkeypatch):
+def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_path, shell):
     """Two ideas on the baseline, then both: neither contains the other, so no edit leads from one to the other."""
-    monkeypatch.setattr("night.rows.ROOT", tmp_path)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     noise = np.random.default_rng(1)
-
-    def run(script: str) -> str:
-        who = "git config user.name a; git config user.email a@b; "
-        return subprocess.check_output(["sh", "-ec", who + script], cwd=tmp_path, text=True).strip()
 
     def log(commit: str, name: str, report: bool = False) -> None:
         text = commits.read_train(commit)
@@ -142,10 +149,10 @@ def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_p
         row = dict(gpu="cpu" + ", report" * report, dataset="d", memory_gb=1.0, commit=commit, description=name)
         harness.log_result(val_bpb=bpb[0], test_bpb=bpb[1] if report else None, to_beat=9.0, **row)
 
-    def commit(name: str, a: int, b: int, script: str) -> str:
-        subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+    def commit(name: str, a: int, b: int, script: str = "") -> str:
+        shell(script)
         (tmp_path / "train.py").write_text(f"A = {a}\n\n#\n\nB = {b}\n")
-        return run(f"git add .; git commit -q --allow-empty -m '{name}'; git rev-parse --short=7 HEAD")
+        return shell(f"git add .; git commit -q --allow-empty -m '{name}'; git rev-parse --short=7 HEAD")
 
     class Played:
         def train(self, runs: list) -> list[dict]:
@@ -153,11 +160,11 @@ def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_p
                 log(commit, name, report=True)
             return harness.read_results()
 
-    names = {commit("base", 0, 0, "git init -q -b night"): "base"}
+    names = {commit("base", 0, 0): "base"}
     names[commit("A", 1, 0, "git checkout -q -b a night")] = "A"
     names[commit("B", 0, 1, "git checkout -q -b b night")] = "B"
-    run("git checkout -q night; git merge -q --no-edit a b")
-    names[run("git rev-parse --short=7 HEAD")] = "both"
+    shell("git checkout -q night; git merge -q --no-edit a b")
+    names[shell("git rev-parse --short=7 HEAD")] = "both"
     for one in names.items():
         log(*one)
     text = attribute(harness.read_results(), Played())
@@ -183,34 +190,26 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
 
 
-def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(tmp_path, monkeypatch):
-    monkeypatch.setattr("night.rows.ROOT", tmp_path)
-    script = "git init -q -b night; git config user.name a; git config user.email a@b; "
-    script += "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
-    *pair, last = subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).split()
+def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(shell):
+    script = "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
+    *pair, last = shell(script).split()
     with pytest.raises(subprocess.CalledProcessError):
         commits.commit_train(pair[1], b"", "keep", "night", pair[0])
-    assert subprocess.check_output(["git", "rev-parse", "night"], cwd=tmp_path, text=True).strip() == last
+    assert shell("git rev-parse night") == last
 
 
-def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("night.rows.ROOT", tmp_path)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(shell):
     files = [b"a = 1\n", b"a = 2\n"]
 
-    def run(script: str) -> str:
-        return subprocess.check_output(["sh", "-c", script], cwd=tmp_path, text=True).strip()
-
     def score(runs: list) -> np.ndarray:
-        run("git worktree add -q elsewhere night-pruned")
+        shell("git worktree add -q elsewhere night-pruned")
         return np.array([[1.2 + 0.1 * (commit != head), math.nan] for commit, _ in runs])
 
-    run("git init -q; git config user.name a; git config user.email a@b; echo a = 2 > train.py; git add train.py")
-    head = run("git commit -q -m a; git rev-parse --short=7 HEAD")
+    head = shell("echo a = 2 > train.py; git add train.py; git commit -q -m a; git rev-parse --short=7 HEAD")
     last = dict(commit=head, gpu="cpu", dataset="d", description="a", status="keep")
     text = prune(files, last, [Change("a", 0, verdict="no evidence")], "night-pruned", score)
     assert text.endswith("Without 1 of them it is worse (+0.1000, margin 0.0000). Nothing is pruned.")
-    assert run("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
+    assert shell("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):

@@ -113,7 +113,7 @@ def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
     """By its parent's seconds: `more` is as slow as what it edits."""
     clone.commit(base="val_bpb = 1.3", deep="val_bpb = 1.2", more="val_bpb = 1.1", unknown="val_bpb = 1.0")
     at(monkeypatch, clone.folder)
-    lines = ["\t".join(harness.COLUMNS)]
+    lines = [harness.HEADER]
     for name, seconds in (("base", 40.0), ("deep", 60.0), ("more", 62.0), ("unknown", None)):
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         lines.append(f"{commit}\t1.200000\t1.0\tkeep\t{name}\tH200 as T4, 62.4 M tokens\tcorpus\t62.4")

@@ -1,6 +1,5 @@
 """The morning after: simulated nights, their experiments drawn from a random generator, and the report on them."""
 
-import math
 import os
 import random
 import re
@@ -264,12 +263,12 @@ def test_a_report_says_if_its_runs_saw_fewer_tokens(tokens, said):
     assert gains(FIRST, LAST, rows_of(val, val, tokens)).count("saw 8.8 M tokens here, 9.0 M as logged") == said
 
 
-@pytest.mark.parametrize(("before", "after", "said"), [(60.0, 72.0, 1), (60.0, 66.0, 0), (math.nan, 66.0, 0)])
+@pytest.mark.parametrize(("before", "after", "said"), [([60.0], [72.0], 1), ([60.0], [66.0], 0), ([], [66.0], 0)])
 def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said, monkeypatch):
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     seconds = {FIRST["commit"]: before, LAST["commit"]: after}
     monkeypatch.setattr("night.report.training_seconds", lambda rows: seconds[rows[0]["commit"]])
-    assert gains(FIRST, LAST, rows_of(val, val)).count("It takes 1.20 times as long") == said
+    assert gains(FIRST, LAST, rows_of(val, val)).count("times as long") == said
 
 
 def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):

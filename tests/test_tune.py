@@ -101,13 +101,13 @@ def test_a_range_without_the_value_an_unknown_knob_and_cma_es_with_an_agent_are_
         read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
+    with pytest.raises(SystemExit):
+        parse(["tune", "--with-agent", "--sampler=cmaes"])
 
 
 def test_by_tokens_no_size_is_searched_that_makes_a_token_dearer():
     cheap, dear = ({knob.name for knob in read_knobs(HOSTILE, 5e12, searched=sizes)} for sizes in (CHEAP, SIZES))
     assert dear - cheap == {"depth", "n_embd", "window"}
-    with pytest.raises(SystemExit):
-        parse(["tune", "--with-agent", "--sampler=cmaes"])
 
 
 def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):

@@ -195,7 +195,7 @@ def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
 
 def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
     log = clone.folder.with_name("elsewhere.tsv")
-    log.write_text("\t".join(harness.COLUMNS) + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
+    log.write_text(harness.HEADER + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
     (clone.folder / "results.tsv").symlink_to(log)
     clone.run("git update-index --no-skip-worktree results.tsv; git add results.tsv")
     clone.commit(base="val_bpb = 1.3")
