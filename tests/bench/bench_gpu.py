@@ -13,7 +13,7 @@ A model of a GPU that is not at hand: what an optimizer step takes there, where 
     other:      bytes / memory
 
 and LAUNCH. The rates are figures of single kernels, by datasheet, published or measured; only ATOMICS comes from whole
-steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 seven of ours and autoresearch's
+steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 two of ours and autoresearch's
 shape, and on a T4 autoresearch PR 268, here `PORT`, whose 63.4 k tokens a second are 60.8 k without its 11 untimed
 steps. The T4's start is a rough guess: the port's, those steps and its evaluation of 21 M tokens come to 194 s, where
 239 were published. What the model leaves out: a host that cannot keep up, power caps but for T4 and L4, the loader,
@@ -48,6 +48,7 @@ from prepare import EVAL_TOKENS, TIME_BUDGET, VOCAB_SIZE
 class Rates(NamedTuple):
     gemm: float  # FLOP/s in 16 bits
     fp32_gemm: float
+    grouped_gemm: float
     attention_forward: float  # FLOP/s, beside its bytes at `attention_memory`
     attention_backward: float
     window_attention_forward: float  # likewise, where it slides windows
@@ -56,6 +57,7 @@ class Rates(NamedTuple):
     attention_memory: float
     scatter: float  # atomic additions/s
     overlap: bool  # whether a GEMM hides the shorter of arithmetic and memory traffic
+    grouped_loop: float  # seconds at least of a grouped GEMM
 
     def seconds(self, kernel: Kernel) -> float:
         if kernel.kind == "memory":
@@ -64,6 +66,8 @@ class Rates(NamedTuple):
         if "attention" in kernel.kind:
             return flops + kernel.bytes / self.attention_memory + LAUNCH
         size = kernel.bytes / self.memory
+        if kernel.kind == "grouped GEMM":
+            size = max(size, self.grouped_loop)
         return (max(flops, size) if self.overlap or kernel.kind == "scatter" else flops + size) + LAUNCH
 
 
@@ -97,6 +101,12 @@ BEST_GEMM = {
     (10, 0): 1745 / 2250,  # B200 (MAMF)
 }
 REAL_GEMM = 0.9  # of that: our shapes run at 650 to 780 TFLOP/s on an H200 (measured)
+# Share of that in F.grouped_mm. H200, 262,144 rows of 768 on 32 experts: 610 to 660 TFLOP/s, 430 in the backward of
+# very unequal ones, where one GEMM has 620 to 670 (measured)
+GROUPED_GEMM = 0.85
+# Before sm_90 it is a loop over the experts, which waits for the GPU: 0.44 to 0.50 ms for 131,072 rows of 512, one GEMM
+# 0.11 (measured on an H200, which has that loop, too)
+GROUPED_LOOP = 0.45e-3
 # Share of harness.peak_flops that attention reaches, forward and backward, in what it computes of the mask's tiles.
 FA2 = 0.73, 0.63  # on an A100, the highest: https://arxiv.org/abs/2307.08691; an RTX A5000: .73, .63 to .70
 # H200, 64 x 2048 tokens, 5 heads of 128, both ways together: FA3 takes 2.81 ms for the whole context, cuDNN 3.02
@@ -141,6 +151,7 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
     return Rates(
         gemm,
         fp32_gemm,
+        gemm * GROUPED_GEMM,
         *(peak * share for share in attention),
         memory,
         # the shares of memory-efficient attention include its bytes
@@ -148,6 +159,7 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
         scatter=ATOMICS * multiprocessors * mhz * 1e6,
         # Asynchronous copies start at sm_80. And at 70 W tensor cores and memory share one budget of watts.
         overlap=capability >= (8, 0) and not low_power,
+        grouped_loop=GROUPED_LOOP * (capability < (9, 0)),
     )
 
 

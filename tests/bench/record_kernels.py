@@ -43,7 +43,7 @@ ATTENTION_TILE = 64  # keys: causal attention computes half of the square and ha
 
 class Kernel(NamedTuple):
     where: str  # the submodule, such as attn.c_qkv, else the compiled function or module, else the op
-    kind: str  # "GEMM", "fp32 GEMM", "attention forward" or "backward", "scatter", or "memory" for what computes little
+    kind: str  # "GEMM", "fp32" or "grouped GEMM", "attention forward" or "backward", "scatter"; the rest is "memory"
     flops: float  # of scatters the atomic additions; of "memory" 0
     bytes: float
 
@@ -73,7 +73,7 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     """An op by itself."""
     name, tensors = name_of(op), tensors_in(args)
     if name in GEMMS:
-        kind = "GEMM" if out.element_size() == 2 else "fp32 GEMM"
+        kind = "grouped GEMM" if name == "_grouped_mm" else "GEMM" if out.element_size() == 2 else "fp32 GEMM"
         a, b = tensors[:2] if name == "_grouped_mm" else tensors[-2:]
         return Kernel(where, kind, 2 * a.numel() * b.size(-1), nbytes(args, out))
     if "attention" in name:  # causal, and memory-efficient: the backward computes the scores again
