@@ -29,7 +29,7 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
 ROPE_BASE = 200_000        # of the rotary embedding
 SOFTCAP = 12.0             # of the logits, or None
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
-NGRAMS = (2, 3, 4)         # the last n tokens have an embedding, too
+NGRAMS = (2, 3, 4)         # n-grams that have embeddings
 X0_LAMBDA = 0.05           # share of the first hidden states in every other block at the start
 FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
@@ -43,7 +43,7 @@ X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ROUTER_LR = 0.003          # routers of the experts (AdamW)
-BALANCE_RATE = 0.01        # step of an expert's bias: up below its share of tokens, else down
+BALANCE_RATE = 0.01        # step of an expert's bias: up with too few tokens, else down
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -68,7 +68,7 @@ class Config:
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
     num_experts: int = 0    # beside an MLP of half the width; 0: one MLP for all tokens
-    experts_per_token: int = 1  # together as wide as that MLP
+    experts_per_token: int = 1  # of widths that sum to that MLP's
     vocab_size: int = VOCAB_SIZE
 
 
@@ -111,7 +111,7 @@ def scale_batch(config: Config, seconds: float) -> Config:
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
 
 
-# ---- GPT: RoPE, QK-norm, LeakyReLU^2, head gates, n-gram, induction and value embeddings
+# ---- GPT: RoPE, QK-norm, head gates, LeakyReLU^2, experts; n-gram, induction and value embeddings
 
 
 def norm(x):
@@ -162,8 +162,8 @@ def induction(idx):
 
     Tokens (B, T) to tokens and bools (B, T)."""
     key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
-    before = F.pad(torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1), (1, 0), value=-1)
-    before = torch.empty_like(order).scatter_(1, order, before)  # where they ended, or -1
+    before = torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1)
+    before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # where they ended, or -1
     return idx.gather(1, before + 1), before >= 0
 
 
@@ -182,7 +182,7 @@ def fa2(q, k, v, window, shift):
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the sequence is cut into pieces of `window` tokens, each of which sees itself only.
 
-    Zeros in front shift the cuts, so that information crosses other layers' cuts. They are an attention sink, too.
+    Zeros in front shift every other layer's cuts, so that information crosses them. They are an attention sink, too.
     """
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
@@ -249,13 +249,13 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Half of an MLP: many small ones, of which a router chooses some for each token. No token is dropped, no loss
+    """The MLP's other half: many small ones, of which a router picks some for each token. No token is dropped, no loss
     balances the load: experts with less than their share gain in bias (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
         super().__init__()
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
-        assert 0 < K <= E < 256 and 2 * C % K == 0, config
+        assert 0 < K <= E <= 256 and 2 * C % K == 0, config
         self.experts_per_token = K
         self.router = Linear(C, E)
         self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))
@@ -323,14 +323,14 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         for p in self.parameters():
             nn.init.constant_(p, math.nan)
-        bound = 3**0.5 * self.config.n_embd**-0.5  # uniform, standard deviation 1/sqrt(n_embd)
+        bound = (3 / self.config.n_embd) ** 0.5  # uniform, standard deviation 1/sqrt(n_embd)
         nn.init.normal_(self.embed.weight)
         for table in (*self.ngram_embeds, self.induction_embed):
             nn.init.zeros_(table.weight)
             table.sparse = False  # gradients, unless make_optimizer asks for it
         nn.init.normal_(self.lm_head.weight, std=0.001)
         for name, p in self.blocks.named_parameters():
-            if p.ndim > 1 and p.size(-1) > 1:  # c_proj starts at zero, so that every block is the identity
+            if p.ndim > 1 and p.size(-1) > 1:  # c_proj starts at zero: attention and MLPs add nothing yet
                 scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for block in self.blocks:
@@ -513,7 +513,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the group that its name contains, any other matrix of a block to Muon."""
+    """A parameter goes to the group named in its name, any other matrix of a block to Muon."""
     wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
