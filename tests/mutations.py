@@ -97,7 +97,7 @@ SECTIONS = [
         ("super().__init__(rows, n_embd, dtype=dtype)", "super().__init__(rows, n_embd)"),
         ("ngram_hash(idx, 3).sort(dim=1, stable=True)", "ngram_hash(idx, 2).sort(dim=1, stable=True)"),
         ("sort(dim=1, stable=True)", "sort(dim=1, descending=True)"),
-        ("order[:, :-1], -1), (1, 0), value=-1)", "order[:, :-1], -1), (0, 1), value=-1)"),
+        ("full_like(order, -1).scatter_(1, order[:, 1:], before)", "full_like(order, -1).scatter_(1, order[:, :-1], before)"),
         ("order[:, :-1], -1)", "order[:, 1:], -1)"),
         ("order[:, :-1], -1)", "order[:, :-1], 0)"),
         ("before >= 0", "before > 0"),
@@ -111,7 +111,7 @@ SECTIONS = [
         ('0 if "c_proj" in name or "attn.gate." in name', '0 if "attn.gate." in name'),
         ('0 if "c_proj" in name or "attn.gate." in name', '0 if name.endswith("c_proj.weight") or "attn.gate." in name'),
         ("std=0.001", "std=0.02"),
-        ("bound = 3**0.5 *", "bound ="),
+        ("bound = (3 / self", "bound = (1 / self"),
         ("nn.init.constant_(block.x0_lambda, X0_LAMBDA)", "nn.init.zeros_(block.x0_lambda)"),
     ]),
     ("Experts", "train.py", ["test_reference_model.py", "-k", "expert or initial"], [
