@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,28 +69,28 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
     Calls model(x, y, reduction="none") in eval mode: int64 (batch_size, seq_len) -> (batch_size * seq_len,) nats.
     """
     import torch
+    from torch.nn.functional import pad
 
     device = next(model.parameters()).device
     stream = TokenStream(tokenizer, split)
     n = min(EVAL_TOKENS, len(stream) - 1)
     if n < EVAL_TOKENS:
         print(f"the {split} split has only {n:,} targets, not {EVAL_TOKENS:,}: scoring all of them")
-    batches = -(-n // (batch_size * seq_len))
     text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
-    x = torch.zeros(batches * batch_size * seq_len, dtype=torch.int64, device=device)
-    y = torch.full_like(x, -1)
-    x[:n], y[:n] = text[:-1], text[1:]
+    padding = 0, -n % (batch_size * seq_len)
+    x = pad(text[:-1], padding).view(-1, batch_size, seq_len)
+    y = pad(text[1:], padding, value=-1).view(x.shape)
     nbytes = torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # a target of -1 gets the 0 at the end
     nats = torch.zeros((), dtype=torch.float64, device=device)
     training = [module for module in model.modules() if module.training]
     model.eval()
     with torch.no_grad():
-        for xb, yb, counts in zip(*(t.view(batches, batch_size, seq_len) for t in (x, y, nbytes > 0)), strict=True):
-            loss = model(xb, yb, reduction="none").view(-1)  # (B*T,)
-            nats += torch.where(counts.view(-1), loss, 0.0).sum(dtype=torch.float64)
+        for xb, yb, scored in zip(x, y, nbytes > 0, strict=True):
+            loss = model(xb, yb, reduction="none").view(yb.shape)
+            nats += torch.where(scored, loss, 0.0).sum(dtype=torch.float64)
     for module in training:
         module.training = True
-    return (nats / (math.log(2) * nbytes.sum())).item()  # the loop above does not wait for the device
+    return (nats / (math.log(2) * nbytes.sum())).item()  # the only wait for the device
 
 
 # ---- Loader
@@ -129,8 +130,7 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y being x one token later. Only train is
-    shuffled. Raises PrepareError if the split has no T + 1 tokens."""
+    """Endless (x, y, epoch): int64 (B, T) on `device`, y being x one token later. Only train is shuffled."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -276,15 +276,13 @@ def get_token_bytes(device="cpu"):
 
 # ---- Token shards
 # A 128-byte header, then the tokens as uint16, all little-endian
-
 MAGIC = b"token shards, v2"
 SPLITS, SHARD = ("train", "val", "test"), "{}_{:05d}.bin".format  # SHARD(split, number)
 HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's fingerprint, SHA-256 of the tokens
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
-    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only to verify it. Raises
-    PrepareError if the shard is damaged."""
+    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only if `verify`."""
     try:
         data = np.memmap(path, "<u2", "r")
         *header, checksum = HEADER.unpack_from(data)
@@ -308,13 +306,11 @@ HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/ti
 SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
-
-Part = tuple[Path, int, int | None]  # documents [start, stop) of a file or of the standard library
 Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of each, and the texts it is made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """A dataset's name, with a hash of text and constants, and its files as a function of num_shards (None: all)."""
+    """A dataset's name, with a hash of text and constants, and its Files as a function of num_shards (None: all)."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -345,8 +341,8 @@ def find_folder(folder: Path):
     return label, sorted(hashes.values()), lambda n: own_files(paths, n)
 
 
-def source_parts(data: str, num_shards: int | None) -> list[Part]:
-    """The parts of a dataset: test, validation, then one per train shard."""
+def source_parts(data: str, num_shards: int | None) -> list[tuple]:
+    """For test, val and each train shard: a file or the standard library, and which of its documents, [start, stop)."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -361,7 +357,7 @@ def source_parts(data: str, num_shards: int | None) -> list[Part]:
     return [(stdlib, test, val), (stdlib, val, None), (stdlib, 0, test)]
 
 
-def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]:
+def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
     """VAL_FILE is val. TEST_FILE is test; without one, test is the last 5%, taken from train."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
@@ -371,17 +367,17 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[Part]
     return [test, val, *train[:num_shards]]
 
 
-def read_parts(parts: list[Part], repo: str = "") -> Files:
+def read_parts(parts: list[tuple], repo: str = "") -> Files:
     """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
     names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
-    parts, arriving = [parts[2], *parts], {}
+    parts, downloads = [parts[2], *parts], {}
 
     def texts(i):
         path, start, stop = parts[i]
-        if not arriving:  # start downloads with the first file that is needed
-            arriving.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
-        if path in arriving:
-            arriving[path].result()
+        if not downloads:  # start them with the first file that is needed
+            downloads.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
+        if path in downloads:
+            downloads[path].result()
         yield from filter(None, itertools.islice(documents(path), start, stop))
 
     return [(name, texts(i)) for i, name in enumerate(names)]
@@ -395,7 +391,8 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
             yield hashlib.sha256(text.encode()).digest()[:8], text
 
     def in_order(chosen):
-        yield from (text for _, text in sorted(pair for pair in hashed() if chosen[0] <= pair[0] <= chosen[-1]))
+        pairs = sorted((digest, text) for digest, text in hashed() if chosen[0] <= digest <= chosen[-1])
+        yield from (text for _, text in pairs)
 
     sizes = {digest: len(text) for digest, text in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
@@ -429,7 +426,8 @@ def documents(path: Path) -> Iterator[str | None]:
         yield from parquet_column(path)
     elif path.is_dir():  # Python modules, sorted by the hash of their names
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
-        names = [name for file in path.rglob("*.py") if not skip & set((name := file.relative_to(path)).parts)]
+        names = [file.relative_to(path) for file in path.rglob("*.py")]
+        names = [name for name in names if skip.isdisjoint(name.parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
@@ -468,34 +466,36 @@ class Unreachable(PrepareError):
     """The hub does not answer."""
 
 
+def in_background(calls: dict) -> dict[object, Future]:
+    """Runs them one by one in a daemon thread, for which the process does not wait: a DNS lookup has no timeout."""
+    futures = {key: Future() for key in calls}
+
+    def work():
+        for key, future in futures.items():
+            try:
+                future.set_result(calls[key]())
+            except Exception as error:
+                future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return futures
+
+
 def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Downloads missing paths one by one in a thread. Raises Unreachable if the hub does not answer within 6 s."""
-    futures = {path: Future() for path in paths if not path.exists()}
-    if not futures:
-        return {}
+    """Downloads missing files in the background. Raises Unreachable if the hub does not answer within 6 s."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
+    missing = [path for path in paths if not path.exists()]
+    if not missing:
+        return {}
     from huggingface_hub.utils import get_session
 
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    reached = Future()
-
-    def work():
-        for path, future in [(None, reached), *futures.items()]:
-            try:
-                future.set_result(download(path, repo, endpoint) if path else get_session().head(endpoint, timeout=5))
-            except Exception as error:
-                future.set_exception(error)
-                if future is reached:
-                    return
-
-    # a daemon thread, so the process can exit before it; a DNS lookup has no timeout
-    threading.Thread(target=work, daemon=True).start()
     try:
-        reached.result(timeout=6)
+        in_background({endpoint: lambda: get_session().head(endpoint, timeout=5)})[endpoint].result(timeout=6)
     except Exception as error:
         raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): go online, {ELSEWHERE}") from None
-    return futures
+    return in_background({path: partial(download, path, repo, endpoint) for path in missing})
 
 
 def download(path: Path, repo: str, endpoint: str) -> None:
@@ -598,15 +598,15 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
             with suppress(OSError):  # it exists here, or not there, or the file system has no links
                 os.link(sibling / name, path)
         train_shards += name.startswith("train")
-        with suppress(PrepareError):
+        try:
             tokenizer = Tokenizer(directory)
             if name != "tokenizer.txt":
                 open_shard(path, tokenizer.fingerprint, verify=True)
-            continue
-        if name == "tokenizer.txt":
-            Tokenizer.train(texts, path)
-        else:
-            tokenize(texts, path, tokenizer, math.inf if name.startswith("train") else EVAL_TOKENS + 1)
+        except PrepareError:
+            if name == "tokenizer.txt":
+                Tokenizer.train(texts, path)
+            else:
+                tokenize(texts, path, tokenizer, math.inf if name.startswith("train") else EVAL_TOKENS + 1)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % train_shards)
 
