@@ -38,13 +38,8 @@ SEED = 42  # unless --seed is given
 class Clock:
     """The budget of a run, in tokens or in seconds of wall time from the first training step to the end of the last.
 
-        clock.start()
-        while clock.running():
-            ...  # one optimizer step
-            clock.advance(tokens, loss, epoch, lr)
-        clock.stop()
-
-    `progress()` drives the schedules. A run counts if its last step began within the budget.
+    start(); while running(), one optimizer step and advance(); stop(). progress() drives the schedules. A run counts
+    if its last step began within the budget.
     """
 
     OVERRUN = 3  # seconds past the budget: no step starts that would probably end later
@@ -57,8 +52,8 @@ class Clock:
         self.steps = self.tokens = 0
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
-        self._pending, self._losses = None, []  # the step whose loss is unread; losses since the last printed line
-        self._line = -1  # when that was, in 1/200 of the budget
+        self._pending = None  # the last step, whose loss is unread
+        self._losses, self._line = [], -1  # since the last printed line; when that was, in 1/200 of the budget
 
     def start(self) -> None:
         gc.collect()
@@ -94,7 +89,7 @@ class Clock:
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        pending = copy_to_host(loss), self.progress(), self.steps, now, self.tokens, epoch, lr
+        pending = *copy_to_host(loss), self.progress(), self.steps, now, self.tokens, epoch, lr
         self._read_loss()
         self._pending = pending
 
@@ -105,8 +100,10 @@ class Clock:
         """
         if self._pending is None:
             return
-        wait, progress, step, now, tokens, epoch, lr = self._pending
-        loss = wait()
+        host, copied, progress, step, now, tokens, epoch, lr = self._pending
+        if copied is not None:
+            copied.synchronize()
+        loss = host.item()
         if not loss < 100:  # NaN included
             raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
         self._losses.append(loss)
@@ -161,9 +158,9 @@ def warm_up(model, step: Callable) -> None:
             sequences = config.total_batch_size // config.seq_len
             smaller = next(b for b in range(config.device_batch_size // 2, 0, -1) if sequences % b == 0)
             model.config = dataclasses.replace(config, device_batch_size=smaller)
-            model.zero_grad(set_to_none=True)
+            model.zero_grad()
             print(f"Out of memory: device batch reduced to {smaller} sequences, total batch unchanged")
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
 
@@ -175,15 +172,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def copy_to_host(scalar) -> Callable[[], float]:
-    """Starts the copy. Returns a function that waits for it and returns the value."""
+def copy_to_host(scalar) -> tuple:
+    """Starts the copy. Returns it and the CUDA event of its arrival (None: it is there)."""
     import torch
 
     host = scalar.detach().to("cpu", non_blocking=True)
-    if not scalar.is_cuda:
-        return host.item
-    copied = torch.cuda.current_stream().record_event()
-    return lambda: (copied.synchronize(), host.item())[1]
+    return host, torch.cuda.current_stream().record_event() if scalar.is_cuda else None
 
 
 # ---- Log
@@ -193,7 +187,7 @@ DIFFERS = " (train.py differs)"  # ends the subject of a row whose train.py had 
 
 
 class Label(NamedTuple):
-    """The gpu column. Two rows are comparable if their labels and datasets are equal."""
+    """The gpu column. Rows are comparable if their labels and datasets are equal."""
 
     gpu: str  # gpu_name()
     setting: str = ""  # budget_name(): what the command line changed
@@ -232,8 +226,10 @@ class Description(NamedTuple):
 
 def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
     """The command line's settings as a suffix for the GPU's name: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
-    budget = f", {tokens / 1e6:g} M tokens" if tokens is not None else f", {seconds:g} s" if seconds is not None else ""
-    return (f" as {gpu}" if gpu else "") + budget
+    name = f" as {gpu}" if gpu else ""
+    if tokens is not None:
+        return f"{name}, {tokens / 1e6:g} M tokens"
+    return name if seconds is None else f"{name}, {seconds:g} s"
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
@@ -254,22 +250,22 @@ def parse_row(line: str) -> dict | None:
 
 def log_result(
     *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
-    description=None, path=None,
+    description="", path=None,
 ) -> str:  # fmt: skip
     """Appends one row to results.tsv, or prints it to stderr if the file cannot take it. Returns the row's status.
 
     `crash` if there is a reason or val_bpb is not finite; `keep` if val_bpb is below to_beat (default: the lowest so
-    far on that gpu and dataset); otherwise `discard`. commit and description default to those of HEAD.
+    far on that gpu and dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
-        commit, subject = git_head()
-        description = subject if description is None else description
-    reason = reason or ("" if math.isfinite(val_bpb) else f"val_bpb {val_bpb}")
-    reason = reason.translate(str.maketrans("[]", "()"))
+        commit, description = git_head()
+    if not reason and not math.isfinite(val_bpb):
+        reason = f"val_bpb {val_bpb}"
     if reason:
+        reason = reason.replace("[", "(").replace("]", ")")
         val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
-    text = str(Description(description or "", None, test_bpb, reason))
+    text = str(Description(description, None, test_bpb, reason))
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> str:
@@ -279,15 +275,19 @@ def log_result(
         same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
         best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
         better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
-        status = "crash" if reason else "keep" if better else "discard"
+        return "crash" if reason else "keep" if better else "discard"
+
+    def row(status: str) -> str:
         return "\t".join((commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"))
 
     try:
-        with locked(path) as file:
-            append_row(file, line := judge())
+        with locked(path) as file:  # reading the rows and appending this one are one step
+            status = judge()
+            append_row(file, row(status))
     except (OSError, ValueError) as error:
-        print(f"{path} cannot take this row ({error}):\n{(line := judge())}", file=sys.stderr, flush=True)
-    return line.split("\t")[3]
+        status = judge()
+        print(f"{path} cannot take this row ({error}):\n{row(status)}", file=sys.stderr, flush=True)
+    return status
 
 
 @contextmanager
@@ -418,10 +418,10 @@ def gpu_name() -> str:
     """For the gpu column. A Hopper without FlashAttention-3 is slower, so it counts as another GPU."""
     import torch
 
-    capability, *_, has_fa3 = this_gpu()
-    if capability is None:
+    here = this_gpu()
+    if here.capability is None:
         return "cpu"
-    return torch.cuda.get_device_name() + ", without FA3" * (capability == (9, 0) and not has_fa3)
+    return torch.cuda.get_device_name() + ", without FA3" * (here.capability == (9, 0) and not here.has_fa3)
 
 
 def fa3_installed() -> bool:
@@ -460,7 +460,8 @@ def start_compiler() -> None:
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    AsyncCompile.warm_pool(), AsyncCompile.wakeup()
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
     config.triton.autotune_pointwise = config.shape_padding = False
     config.test_configs.force_filter_reduction_configs = True  # as in deterministic mode
     aot_autograd.autograd_cache_allow_custom_autograd_functions = True
@@ -548,7 +549,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         if night_record().get("score_test"):
             test_bpb = score(model, tokenizer, "test")
             numbers["test_bpb"] = f"{test_bpb:.6f}"
-        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0  # bytes
+        memory = torch.cuda.max_memory_allocated()  # bytes; 0 without a GPU
         seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
         summary = {
             "val_bpb": f"{val_bpb:.6f}",
@@ -577,9 +578,10 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
 
 
 def mfu_percent(model, clock: Clock, device) -> float:
-    """Share of the peak FLOP/s of this GPU, not of one that --gpu names; 0 without a GPU or model.flops_per_token()."""
-    peak = this_gpu().peak_flops if device.type == "cuda" else math.inf
-    return 100 * getattr(model, "flops_per_token", int)() * clock.tokens / clock.elapsed() / peak
+    """Share of the peak FLOP/s of this GPU (not of --gpu's); 0 without a GPU or model.flops_per_token()."""
+    if device.type != "cuda" or not hasattr(model, "flops_per_token"):
+        return 0.0
+    return 100 * model.flops_per_token() * clock.tokens / clock.elapsed() / this_gpu().peak_flops
 
 
 def as_number(value):
