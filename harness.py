@@ -38,8 +38,8 @@ SEED = 42  # unless --seed is given
 class Clock:
     """The budget of a run, in tokens or in seconds of wall time from the first training step to the end of the last.
 
-    start(); while running(), one optimizer step and advance(); stop(). progress() drives the schedules. A run counts
-    if its last step began within the budget.
+    Call start(), then advance() after each optimizer step while running(), then stop(). progress() drives the
+    schedules. A run counts if its last step began within the budget.
     """
 
     OVERRUN = 3  # seconds past the budget: no step starts that would probably end later
@@ -173,7 +173,7 @@ def synchronize() -> None:
 
 
 def copy_to_host(scalar) -> tuple:
-    """Starts the copy. Returns it and the CUDA event of its arrival (None: it is there)."""
+    """Starts the copy. Returns it and the CUDA event after which it is complete (None: it already is)."""
     import torch
 
     host = scalar.detach().to("cpu", non_blocking=True)
