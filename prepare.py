@@ -130,7 +130,8 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch): int64 (B, T) on `device`, y being x one token later. Only train is shuffled."""
+    """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y being x one token later. Only train is
+    shuffled. Raises PrepareError if the split has no T + 1 tokens."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -282,7 +283,8 @@ HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
-    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only if `verify`."""
+    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only if `verify`. Raises
+    PrepareError if the shard is damaged."""
     try:
         data = np.memmap(path, "<u2", "r")
         *header, checksum = HEADER.unpack_from(data)
