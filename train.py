@@ -356,13 +356,14 @@ class GPT(nn.Module):
 
     def compile_trunk(self) -> None:
         torch.compiler.config.cache_key_tag = str(BACKENDS)  # set in forward(), where the caches do not look
-        self.trunk = functools.partial(compiled(GPT.trunk), self)  # not the bound method, which a copy would share
+        self.trunk = functools.partial(compiled(GPT.trunk), self)  # not a bound method: copies would share it
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
         # enable_grad: evaluation runs what training has compiled
         with torch.enable_grad(), sdpa_kernel(BACKENDS[2 * (self.dtype == torch.float16) :], set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
+        assert x.dtype == self.dtype, f"an fp32 tensor makes activations {x.dtype}: cast it to x.dtype"
         if targets is None:
             logits = self.lm_head(x).float()
             return SOFTCAP * torch.tanh(logits / SOFTCAP) if SOFTCAP else logits
@@ -442,8 +443,8 @@ def as_stack(t):
 
     Wide matrices are transposed. One with sides 1 : k is k squares, so q, k and v count separately.
     """
-    wide, squares = t.size(-2) < t.size(-1), max(t.shape[-2:]) % min(t.shape[-2:]) == 0
-    squares = squares and not (wide and t.ndim == 3)  # no view
+    wide = t.size(-2) < t.size(-1)
+    squares = max(t.shape[-2:]) % min(t.shape[-2:]) == 0 and not (wide and t.ndim == 3)  # else no view
     t = t.view(-1, *t.shape[-2:])
     t = t.mT if wide else t
     return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if squares else t
@@ -480,13 +481,12 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self):
         """One update from p.grad, by the groups' lr, weight_decay and momentum."""
         assert self.grad_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
-        found_inf = self.found_inf.view(())  # 1.0: skip the step
-        self.num_skipped += found_inf
+        self.num_skipped += self.found_inf  # 1.0: skip the step
         for i, group in enumerate(self.param_groups):
             if group["kind"] == "muon":
-                self.step_muon(group, 1 - found_inf)
+                self.step_muon(group, 1 - self.found_inf)
             elif group["kind"] == "sparse":
-                self.step_tables(self.tables[i], group, found_inf)
+                self.step_tables(self.tables[i], group)
         super().step()  # of what still has gradients
 
     def step_muon(self, group, live):
@@ -503,12 +503,12 @@ class MuonAdamW(torch.optim.AdamW):
         wrap(muon_update)(stack, polar_express(update), scale, lr, decay)
         torch._foreach_copy_(stacks, stack.split([len(s) for s in stacks]))
 
-    def step_tables(self, tables, group, found_inf):
+    def step_tables(self, tables, group):
         for p, exp_avg_sq in zip(tables, group["state"]):
             if p.grad is not None:  # else an edit has left it unused
                 assert p.grad.is_sparse, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
                 ids, grads = p.grad._indices()[0], p.grad._values()
-                row_adam_(p, exp_avg_sq, ids, grads, group["lr"], group["betas"][1], self.grad_scale, found_inf)
+                row_adam_(p, exp_avg_sq, ids, grads, group["lr"], group["betas"][1], self.grad_scale, self.found_inf)
                 p.grad = None
 
 

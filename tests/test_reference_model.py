@@ -113,6 +113,13 @@ def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_
     assert loads.max() > 1.25 * even or per_token == experts
 
 
+def test_a_layer_that_turns_activations_into_fp32_is_named_instead_of_training_slowly():
+    model = build("cuts in one place", dtype=torch.bfloat16)
+    model.blocks[0].mlp.register_forward_hook(lambda layer, args, out: out.float())
+    with pytest.raises(AssertionError, match=r"an fp32 tensor makes activations torch.float32: cast it to x.dtype"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
 def test_half_precision_changes_logits_and_gradients_by_its_rounding_only(dtype, tolerance):
     """Parameters and their gradients stay fp32, except that n-gram tables have the activations' dtype."""
