@@ -95,7 +95,7 @@ def about_commit(commit: str) -> str:
         score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
         lines.append(f"# {commit} {row['description']}")
         lines.append(f"{score}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
-        for folder in records.folders(row)[:1]:
+        if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
             log = folder / "log.txt"
             if row["status"] == "crash" and log.exists():
