@@ -54,9 +54,9 @@ def ideas(rows: list[dict]) -> list[Idea]:
     read_diffs([idea for idea in found if idea.commit in blobs])
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
-        edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
         if own == parent:
             continue
+        edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
         if not edited:  # it edited a train.py without a row: compare with the last one kept before
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
@@ -117,6 +117,7 @@ def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     found = []
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
+    if idea.times > SLOWER:
+        found.append(f"takes {idea.times:.2f} times as long")
     jumps = [jump(curve_of(row)) for row in idea.rows]
-    found += [f"takes {idea.times:.2f} times as long"] * (idea.times > SLOWER)
     return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]

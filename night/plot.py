@@ -54,7 +54,7 @@ def plot_arms(groups: list[list[dict]]) -> None:
 
 
 def draw(ax, rows: list[dict]) -> int:
-    """Draws a chart, crashes on its lower edge and outliers on its upper one; returns the table's number of lines."""
+    """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status = np.array([row["status"] for row in rows])
     scores = y[status != "crash"]
@@ -77,7 +77,14 @@ def draw(ax, rows: list[dict]) -> int:
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
+    lines = [part for line in tables(rows) for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
+    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
+    ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
+    return len(lines)
 
+
+def tables(rows: list[dict]) -> list[str]:
+    """Lines of text about the kept experiments and the ten best discarded ones."""
     kept, missed, before = [], [], None
     for number, row in enumerate(rows, start=1):
         gain = before - row["val_bpb"] if before else None
@@ -87,14 +94,11 @@ def draw(ax, rows: list[dict]) -> int:
             before = row["val_bpb"]
         elif row["status"] == "discard" and before:
             missed.append((gain, line))
-    table = ["  no.  val_bpb     gain  kept", *kept]
+    lines = ["  no.  val_bpb     gain  kept", *kept]
     if missed:
-        table += ["", "  no.  val_bpb     gain  near misses"]
-        table += [line for _, line in sorted(missed, reverse=True)[:10]]
-    lines = [part for line in table for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
-    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
-    ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
-    return len(lines)
+        lines += ["", "  no.  val_bpb     gain  near misses"]
+        lines += [line for _, line in sorted(missed, reverse=True)[:10]]
+    return lines
 
 
 def plot_curves(revisions: list[str]) -> None:

@@ -136,7 +136,7 @@ def guard(
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_children()
     reader.join()
-    return code, [*signals, 0][0], end
+    return code, signals[0] if signals else 0, end
 
 
 def end_children() -> None:
