@@ -158,7 +158,7 @@ def possible(files: list[bytes], wanted: list[int]) -> set[int]:
 
 
 def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
-    """A commit of the last file without the dropped changes."""
+    """The commit of the last file without the dropped changes. full: that of the last file itself."""
     if not dropped:
         return full
     subject = f"{full} without changes {', '.join(map(str, sorted(dropped)))}"

@@ -22,7 +22,7 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str)
         beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
         parents = [f"-p{one}" for one in (parent, *merged)]
         commit = beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
-        beside("update-ref", f"refs/heads/{ref}", commit, *[parent] * bool(merged))  # not over a later commit
+        beside("update-ref", f"refs/heads/{ref}", commit, *([parent] if merged else []))  # not over a later commit
     return commit[:7]
 
 

@@ -124,7 +124,7 @@ class Loop(Trainer):
     def __init__(self, args: argparse.Namespace, kind: Kind):
         super().__init__(args, kind)
         self.branch = branch()
-        self.most = min(args.agents or self.slots, self.slots)
+        self.max_agents = min(args.agents or self.slots, self.slots)
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
@@ -132,7 +132,7 @@ class Loop(Trainer):
         self.busy = 0.0  # seconds with a run, summed over slots
 
     def work(self) -> None:
-        self.start = self.now = self.next = time.monotonic()
+        self.start = self.now = self.next_ask = time.monotonic()
         self.resume()
         while self.pending or not self.over():
             if branch() != self.branch:
@@ -189,9 +189,10 @@ class Loop(Trainer):
 
     def may_ask(self) -> bool:
         """Whether to ask now. Agents think while GPUs train, but at most one proposal per agent may wait for a GPU."""
-        under_way = len(self.agents) + len(self.pending)
-        most = min(self.slots + self.most, (self.args.runs or math.inf) - self.trained)
-        return len(self.agents) < self.most and under_way < most and time.monotonic() >= self.next and not self.over()
+        if len(self.agents) >= self.max_agents or time.monotonic() < self.next_ask or self.over():
+            return False
+        most = min(self.slots + self.max_agents, (self.args.runs or math.inf) - self.trained)
+        return len(self.agents) + len(self.pending) < most
 
     def ask(self) -> None:
         """Starts the next agent in a checkout of the reference, with a throwaway git repository."""
@@ -228,7 +229,6 @@ class Loop(Trainer):
             file.write(f"{verdict}\n".encode())
 
     def verdicts(self) -> list[str]:
-        """The verdicts on all proposals, in order."""
         return [text for n in numbers() if (text := prepare.read(folder(n) / "verdict.txt"))]
 
     def prompt(self) -> str:
@@ -265,7 +265,7 @@ class Loop(Trainer):
         trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         self.refused = 0 if trains else self.refused + 1
-        self.next = time.monotonic() + self.args.pause * (2**self.refused - 1)
+        self.next_ask = time.monotonic() + self.args.pause * (2**self.refused - 1)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
@@ -340,12 +340,10 @@ class Loop(Trainer):
 
 
 def numbers() -> list[int]:
-    """The proposals' numbers, in order."""
     return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*"))
 
 
 def folder(n: int) -> Path:
-    """Proposal n's folder."""
     return PROPOSALS / str(n)
 
 

@@ -39,7 +39,6 @@ class Kind(NamedTuple):
 
 
 def kind_here(setting: str) -> Kind:
-    """The kind of a run on this machine."""
     return Kind([harness.gpu_name()], setting, prepare.dataset_id())
 
 

@@ -91,8 +91,8 @@ def table(rows: list[dict], base: str) -> str:
 def start_ray(args: argparse.Namespace) -> Kind:
     """Joins the cluster at args.address, else starts Ray on this machine, until this process ends.
 
-    Returns the kind of row that runs get here; a run that left no row gets the first of its gpus. Raises PrepareError
-    if another wave is at work or the log cannot take rows.
+    Returns the kind of row that runs get here. Raises PrepareError if another wave is at work or the log cannot take
+    rows.
     """
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
@@ -137,7 +137,9 @@ class Trainer:
         import ray
 
         self.ray, self.args, self.kind = ray, args, kind
-        self.pending, self.records, self.stopped = {}, {}, []
+        self.pending = {}  # Ray stream: (run, (commit and subject of the revision to beat))
+        self.records = {}  # run that has started: folder of its record
+        self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
@@ -244,7 +246,7 @@ def log_row(
     An idea that ends before the reference is a `discard` until `decide` judges it.
     """
     lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
-    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)
+    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)  # on a cluster, this machine's GPU
     *_, row = [lost, *filter(None, map(harness.parse_row, rows.split("\n")))]
     _, _, test_bpb, reason = Description.parse(row)
     gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
