@@ -195,16 +195,9 @@ class Loop(Trainer):
         return len(self.agents) + len(self.pending) < most
 
     def ask(self) -> None:
-        """Starts the next agent in a checkout of the reference, with a throwaway git repository."""
+        """Starts the next agent in a checkout of the reference."""
         (name, command), text, base = next(self.turns), self.prompt(), reference(self.kind)
-        work = Path(scratch_folder(), "work")
-        work.mkdir()
-        checkout = archive(base, ".", ":!/results.tsv", ":!/program.md")
-        subprocess.run(["tar", "-x", "-C", work], input=checkout, check=True)
-        files = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
-        who = "-c user.name=night -c user.email=night@localhost -c core.hooksPath=/dev/null"
-        script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign -m reference"
-        subprocess.run(["sh", "-c", script], cwd=work, check=True)
+        work, files = checkout(base)
         n, prompt = self.new_number(), work.with_name("PROMPT.md")
         for path in (prompt, folder(n) / "prompt.md"):
             path.write_text(text, "utf-8")
@@ -345,6 +338,19 @@ def numbers() -> list[int]:
 
 def folder(n: int) -> Path:
     return PROPOSALS / str(n)
+
+
+def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
+    """A new folder with a commit's files, in a throwaway git repository; and their contents."""
+    work = Path(scratch_folder(), "work")
+    work.mkdir()
+    files = archive(commit, ".", ":!/results.tsv", ":!/program.md")
+    subprocess.run(["tar", "-x", "-C", work], input=files, check=True)
+    contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
+    who = "-c user.name=night -c user.email=night@localhost -c core.hooksPath=/dev/null"
+    script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign -m reference"
+    subprocess.run(["sh", "-c", script], cwd=work, check=True)
+    return work, contents
 
 
 def plain(path: Path) -> bytes:

@@ -101,21 +101,22 @@ def start_ray(args: argparse.Namespace) -> Kind:
         raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{harness.HEADER}`")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    # Ray reads these at import. By default it would forever retry a run that a cluster kills for its memory.
-    os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
-    args.folder, options = None, dict(address=args.address, log_to_driver=False, logging_level="ERROR")
-    if not args.address:
-        args.folder = scratch_folder()
+    if args.address:
+        args.folder, options = None, dict(address=args.address)
+        settings = {"RAY_task_oom_retries": "0"}  # by default Ray retries a run that is killed for its memory forever
+    else:
+        args.folder, settings = scratch_folder(), LOCAL
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # last in, first out: after Ray's
-        options |= dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
+        options = dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
         options["num_cpus"] = len(os.sched_getaffinity(0))
+    os.environ.update(settings | os.environ)  # Ray reads them at import
     import ray
 
     # Ray cancels runs by SIGINT. If a script started this wave with `&`, it is ignored here, and so in Ray's workers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
-    ray.init(**options)
+    ray.init(**options, log_to_driver=False, logging_level="ERROR")
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
 

@@ -971,7 +971,7 @@ SECTIONS = [
         ("equal_var=False", "equal_var=True"),
         ("if before.keys() == after.keys():", "if len(before) == -1:"),
         ("[before[seed] for seed in after]", "list(before.values())"),
-        ("lines.append(CAUTION)", "pass"),
+        ('lines.append("The errors only', 'str("The errors only'),
         ("len(before), len(after)) >= 2", "len(before), len(after)) >= 3"),
     ]),
 ]  # fmt: skip
