@@ -110,9 +110,9 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     if not value or value < 0 or node.lineno != node.end_lineno:
         return None
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
-    share = value < 1 and not re.search(RATES, name)
+    fraction = value < 1 and not re.search(RATES, name)
     room = 0.75 * min(value, 1 - value)
-    low, high = (value - room, value + room) if share else (value / 4, value * 4)
+    low, high = (value - room, value + room) if fraction else (value / 4, value * 4)
     if choices:
         low, high = min(choices), max(choices)
     pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
@@ -122,7 +122,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
             raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
     first, end = node.col_offset, node.end_col_offset
     choices = tuple(n for n in choices if low <= n <= high)
-    log = low > 0 and not share
+    log = low > 0 and not fraction
     return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
 
 
@@ -134,8 +134,11 @@ def neighbours(name: str, value: int, sizes: dict) -> list[int]:
     if value < 16:
         return list(range(max(1, value - 2), value + 3))
     around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
-    fits = {"window": lambda n: seq_len % n == 0, "total_batch_size": lambda n: n % seq_len == 0}
-    return [n for n in around if fits.get(name, bool)(n) or n == value]
+    if name == "window":
+        return [n for n in around if seq_len % n == 0 or n == value]
+    if name == "total_batch_size":
+        return [n for n in around if n % seq_len == 0 or n == value]
+    return around
 
 
 def edit(source: bytes, values: dict[Knob, float]) -> bytes:
@@ -231,8 +234,8 @@ class Tuner(Trainer):
         run = run_of(*base)
         if values:
             most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
-            text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
-            subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
+            changes = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
+            subject = textwrap.shorten(f"tune {self.args.sampler}: {changes}", SUBJECT, placeholder=" ...")
             text = edit(source, values)
             ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
             run = run_of(commit_train(base[0], text, subject, ref), subject)
