@@ -52,9 +52,9 @@ def halves(count: int) -> np.ndarray:
 def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
     """Sets the effects and the verdict of each change.
 
-    measure(left_out, first): trains a run per row of left_out (runs, changes), the first one being run number `first`;
-    returns what was really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. sd, freedom: the standard
-    deviation of a seed as known so far, and its degrees of freedom.
+    measure(left_out, first): trains a run per row of left_out (runs, changes), numbered from `first`; returns what was
+    really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. sd, freedom: the standard deviation of a seed
+    as known so far, and its degrees of freedom.
     """
     left_out, scores = np.empty((0, len(changes)), bool), np.empty((0, 2))
     for again in range(ROUNDS):
@@ -86,17 +86,16 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
     squares = ((scores[fine] - design @ effects)[:, 0] ** 2).sum() + sd**2 * freedom
     freedom += len(design) - rank
     if not freedom or not tested:
-        raise PrepareError(
-            f"{fine.sum()} of {len(fine)} runs succeeded, too few for {len(changes)} changes: see their rows"
-        )
+        found = f"{fine.sum()} of {len(fine)} runs succeeded"
+        raise PrepareError(f"{found}, too few for {len(changes)} changes: see their rows")
     errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))
     effects, errors = effects[1:], errors[1:]
     chances = [stats.t.sf(sign * effects[:, 0] / errors, freedom) for sign in (1, -1)]
     real, harmful = (stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL for p in chances)
     for i, (val, test), error, helps, harms in zip(tested, effects, errors, real, harmful, strict=True):
+        verdict = "harmful" if harms else "open" if val > 0 else "no evidence"
         changes[i].val, changes[i].test, changes[i].error = val, test, error
-        real = helps and test > 0
-        changes[i].verdict = "real" if real else "harmful" if harms else "open" if val > 0 else "no evidence"
+        changes[i].verdict = "real" if helps and test > 0 else verdict
 
 
 def attribute(kept: list[dict], trainer: Trainer) -> str:
@@ -107,22 +106,21 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     kept = lineage(kept)
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
     night = branch() or "HEAD"
-    sizes = [file.count(b"\n") for file in files]
-    changes = [Change(Description.parse(row).subject, sizes[i] - sizes[i - 1]) for i, row in enumerate(kept) if i]
-
+    added = np.diff([file.count(b"\n") for file in files]).tolist()
+    changes = [Change(Description.parse(row).subject, lines) for row, lines in zip(kept[1:], added, strict=True)]
     train = functools.partial(score_runs, trainer)
 
     def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
-        for row, wanted in enumerate(plan):
-            dropped = possible(files, [int(i) + 1 for i in np.flatnonzero(wanted)])
-            done[row, [i - 1 for i in dropped]] = True
-            runs.append((build(files, dropped, full, f"{night}-without/{first + row}"), 1001 + first + row))
+        for i, wanted in enumerate(plan):
+            dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
+            done[i, [change - 1 for change in dropped]] = True
+            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), 1001 + first + i))
         return done, train(runs)
 
     decide(changes, measure, *seed_noise(kept[-1]))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
         lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
@@ -160,9 +158,11 @@ def possible(files: list[bytes], wanted: list[int]) -> set[int]:
 
 
 def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
-    """A commit of the last file without the dropped changes."""
-    names = ", ".join(str(i) for i in sorted(dropped))
-    return commit_train(full, without(files, dropped), f"{full} without changes {names}", ref) if dropped else full
+    """The commit of the last file without the dropped changes. full: that of the last file itself."""
+    if not dropped:
+        return full
+    subject = f"{full} without changes {', '.join(map(str, sorted(dropped)))}"
+    return commit_train(full, without(files, dropped), subject, ref)
 
 
 def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train: Callable) -> str:

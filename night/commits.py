@@ -22,7 +22,7 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str)
         beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
         parents = [f"-p{one}" for one in (parent, *merged)]
         commit = beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
-        beside("update-ref", f"refs/heads/{ref}", commit, *[parent] * bool(merged))  # not over a later commit
+        beside("update-ref", f"refs/heads/{ref}", commit, *([parent] if merged else []))  # not over a later commit
     return commit[:7]
 
 
@@ -59,8 +59,7 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
 def group(files: list[bytes], i: int) -> set[int]:
     """Change i, with later ones that must go with it: none, or else one, or else all up to some j."""
     later = range(i + 1, len(files))
-    chosen = {i}
-    for dropped in [chosen, *({i, j} for j in later), *({i, *range(i + 1, j + 1)} for j in later)]:
+    for dropped in [{i}, *({i, j} for j in later), *(set(range(i, j + 1)) for j in later)]:
         if without(files, dropped) is not None:
             return dropped
     return {i, *later}

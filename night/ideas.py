@@ -5,7 +5,6 @@ import re
 import statistics
 import subprocess
 from collections import Counter
-from dataclasses import dataclass, field
 
 from harness import Description
 from night.records import curve_of, jump, training_seconds
@@ -14,26 +13,22 @@ from night.rows import ROOT, git, grouped, scores, uncommitted
 SLOWER = 1.15  # mention training times that grow by more than this factor
 
 
-@dataclass
 class Idea:
     """A commit and its rows of one kind. Scores and changes are in bits per byte; a negative change is a gain."""
 
-    commit: str
-    rows: list[dict]
-    places: Counter = field(default_factory=Counter)  # changed lines per constant, class or function
-    values: dict[str, tuple[str, str]] = field(default_factory=dict)  # constants: old and new value
-    lines: tuple[int, int] = (0, 0)  # added, removed
-    diff: str = ""
-    changes: list[float] = field(default_factory=list)  # of val_bpb against the train.py it edited, per shared seed
-    times: float = 1.0  # training time relative to that one; matters where the budget is in tokens
-
-    def __post_init__(self):
-        self.subject = Description.parse(self.rows[0]).subject
-        self.reason = Description.parse(self.rows[-1]).reason  # of a crash
-        self.scores, self.seconds = scores(self.rows), training_seconds(self.rows)
+    def __init__(self, commit: str, rows: list[dict]):
+        self.commit, self.rows = commit, rows
+        self.subject = Description.parse(rows[0]).subject
+        self.reason = Description.parse(rows[-1]).reason  # of a crash
+        self.scores, self.seconds = scores(rows), training_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
-        found = {row["status"] for row in self.rows}
+        found = {row["status"] for row in rows}
         self.status = next(status for status in ("keep", "discard", "crash") if status in found)
+        self.diff, self.lines = "", (0, 0)  # lines added, removed
+        self.places: Counter[str] = Counter()  # changed lines per constant, class or function
+        self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
+        self.changes: list[float] = []  # of val_bpb against the train.py it edited, per shared seed
+        self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     @property
     def change(self) -> float | None:
@@ -54,9 +49,9 @@ def ideas(rows: list[dict]) -> list[Idea]:
     read_diffs([idea for idea in found if idea.commit in blobs])
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
-        edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
         if own == parent:
             continue
+        edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
         if not edited:  # it edited a train.py without a row: compare with the last one kept before
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
@@ -117,6 +112,7 @@ def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     found = []
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
+    if idea.times > SLOWER:
+        found.append(f"takes {idea.times:.2f} times as long")
     jumps = [jump(curve_of(row)) for row in idea.rows]
-    found += [f"takes {idea.times:.2f} times as long"] * (idea.times > SLOWER)
     return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]

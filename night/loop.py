@@ -93,9 +93,9 @@ def loop(args: argparse.Namespace) -> None:
     if args.report:
         night.ray.shutdown()
         args.alone.close()
-        options = [*train_options(args, None), f"--per-gpu={args.per_gpu}", f"--limit={args.limit}"]
-        options += [f"--address={args.address}"] * bool(args.address)
-        subprocess.run([sys.executable, "-m", "night", "report", *options], check=True)
+        options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
+        command = [sys.executable, "-m", "night", "report", *train_options(args, None), *options]
+        subprocess.run(command, check=True)
 
 
 class Agent(NamedTuple):
@@ -106,7 +106,7 @@ class Agent(NamedTuple):
     base: str
     work: Path
     files: dict[str, bytes]
-    guard: subprocess.Popen
+    process: subprocess.Popen
 
     def idea(self) -> str:
         """The first line with text in its file IDEA, else in its output."""
@@ -124,7 +124,7 @@ class Loop(Trainer):
     def __init__(self, args: argparse.Namespace, kind: Kind):
         super().__init__(args, kind)
         self.branch = branch()
-        self.most = min(args.agents or self.slots, self.slots)
+        self.max_agents = min(args.agents or self.slots, self.slots)
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
@@ -132,7 +132,7 @@ class Loop(Trainer):
         self.busy = 0.0  # seconds with a run, summed over slots
 
     def work(self) -> None:
-        self.start = self.now = self.next = time.monotonic()
+        self.start = self.now = self.next_ask = time.monotonic()
         self.resume()
         while self.pending or not self.over():
             if branch() != self.branch:
@@ -146,7 +146,7 @@ class Loop(Trainer):
             for run, row in self.ended():
                 self.trained += 1
                 self.settle(*self.commits()[run.commit][:2], row)
-            for agent in [agent for agent in self.agents if agent.guard.poll() is not None]:
+            for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
                 self.judge(agent)
             before, self.now = self.now, time.monotonic()
             self.busy += (self.now - before) * min(len(self.pending), self.slots)
@@ -156,8 +156,12 @@ class Loop(Trainer):
         for commit, (n, base, subject) in self.commits().items():
             rows = [row for row in self.kind.rows() if row["commit"] == commit]
             self.trained += bool(rows)
-            if not re.match("keep|discard|crash", prepare.read(folder(n) / "verdict.txt")):
-                self.settle(n, base, rows[-1]) if rows else self.accept(n, commit, base, subject)
+            if re.match("keep|discard|crash", prepare.read(folder(n) / "verdict.txt")):
+                continue
+            if rows:
+                self.settle(n, base, rows[-1])
+            else:
+                self.accept(n, commit, base, subject)
 
     def commits(self) -> dict[str, tuple[int, str, str]]:
         """(number, base, subject) of each accepted proposal, by commit."""
@@ -168,13 +172,14 @@ class Loop(Trainer):
 
     def over(self) -> str:
         """The reason to ask no more agents, or ""."""
-        reasons = {
-            "the hours are over": time.monotonic() - self.start > 3600 * self.args.hours,
-            f"{self.trained} runs": self.args.runs and self.trained >= self.args.runs,
-            f"{self.args.patience} experiments without a gain": self.args.patience and self.dry() >= self.args.patience,
-            f"{REFUSED} proposals in a row were refused": self.refused >= REFUSED,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        args = self.args
+        if time.monotonic() - self.start > 3600 * args.hours:
+            return "the hours are over"
+        if args.runs and self.trained >= args.runs:
+            return f"{self.trained} runs"
+        if args.patience and self.dry() >= args.patience:
+            return f"{args.patience} experiments without a gain"
+        return f"{REFUSED} proposals in a row were refused" if self.refused >= REFUSED else ""
 
     def dry(self) -> int:
         """Experiments since the last gain."""
@@ -184,33 +189,27 @@ class Loop(Trainer):
 
     def may_ask(self) -> bool:
         """Whether to ask now. Agents think while GPUs train, but at most one proposal per agent may wait for a GPU."""
-        under_way = len(self.agents) + len(self.pending)
-        most = min(self.slots + self.most, (self.args.runs or math.inf) - self.trained)
-        return len(self.agents) < self.most and under_way < most and time.monotonic() >= self.next and not self.over()
+        if len(self.agents) >= self.max_agents or time.monotonic() < self.next_ask or self.over():
+            return False
+        most = min(self.slots + self.max_agents, (self.args.runs or math.inf) - self.trained)
+        return len(self.agents) + len(self.pending) < most
 
     def ask(self) -> None:
-        """Starts the next agent in a checkout of the reference, with a throwaway git repository."""
+        """Starts the next agent in a checkout of the reference."""
         (name, command), text, base = next(self.turns), self.prompt(), reference(self.kind)
-        work = Path(scratch_folder(), "work")
-        work.mkdir()
-        files = archive(base, ".", ":!/results.tsv", ":!/program.md")
-        subprocess.run(["tar", "-x", "-C", work], input=files, check=True)
-        files = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
-        who = "-c user.name=night -c user.email=night@localhost -c core.hooksPath=/dev/null"
-        script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign -m reference"
-        subprocess.run(["sh", "-c", script], cwd=work, check=True)
+        work, files = checkout(base)
         n, prompt = self.new_number(), work.with_name("PROMPT.md")
         for path in (prompt, folder(n) / "prompt.md"):
             path.write_text(text, "utf-8")
         words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{self.args.sandbox} {command}")]
         passed = [*ENVIRONMENT, *self.args.agent_env.split(",")]
         env = {key: os.environ[key] for key in passed if key in os.environ} | {"CUDA_VISIBLE_DEVICES": ""}
-        task = dict(command=words, limit=self.args.agent_limit, parent=os.getpid(), env=env)
-        task |= dict(cwd=str(work), log=str(folder(n) / "agent.log"))
+        options = dict(limit=self.args.agent_limit, log=str(folder(n) / "agent.log"), cwd=str(work), env=env)
+        task = json.dumps(dict(command=words, parent=os.getpid(), **options))
         with open(prompt) as stdin:
-            command = [sys.executable, "-m", "night.loop", json.dumps(task)]
-            child = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
-        self.agents.append(Agent(n, name, base, work, files, child))
+            command = [sys.executable, "-m", "night.loop", task]
+            process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
+        self.agents.append(Agent(n, name, base, work, files, process))
 
     def new_number(self) -> int:
         n = 1 + max([0, *numbers(), *(n for n, *_ in self.commits().values())])
@@ -223,11 +222,11 @@ class Loop(Trainer):
             file.write(f"{verdict}\n".encode())
 
     def verdicts(self) -> list[str]:
-        """The verdicts on all proposals, in order."""
         return [text for n in numbers() if (text := prepare.read(folder(n) / "verdict.txt"))]
 
     def prompt(self) -> str:
-        rows, since = last_place(self.args.setting), Counter()  # ideas of a family since its last gain
+        rows = last_place(self.args.setting)
+        since = Counter()  # ideas of a family since its last gain
         for idea in ideas(rows):
             since[idea.family] = 0 if idea.status == "keep" else since[idea.family] + 1
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
@@ -246,9 +245,9 @@ class Loop(Trainer):
         )
 
     def judge(self, agent: Agent) -> None:
-        """Submits the proposal of an agent that has ended for training, or refuses it."""
+        """Submits an ended agent's proposal for training, or refuses it."""
         self.agents.remove(agent)
-        code, reason = agent.guard.returncode, ""
+        code, reason = agent.process.returncode, ""
         changed = [name for name, before in agent.files.items() if plain(agent.work / name) != before]
         if others := [name for name in changed if name != "train.py"]:
             reason = f"it changes {', '.join(others[:3])}"
@@ -259,7 +258,7 @@ class Loop(Trainer):
         trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         self.refused = 0 if trains else self.refused + 1
-        self.next = time.monotonic() + self.args.pause * (2**self.refused - 1)
+        self.next_ask = time.monotonic() + self.args.pause * (2**self.refused - 1)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
@@ -317,29 +316,41 @@ class Loop(Trainer):
 
     def end_agents(self) -> None:
         for agent in self.agents:
-            agent.guard.terminate()
+            agent.process.terminate()
         for agent in self.agents:
-            agent.guard.wait()
+            agent.process.wait()
             shutil.rmtree(agent.work.parent, ignore_errors=True)
         self.agents.clear()
 
     def summary(self) -> str:
         count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts())
-        hours, slots = (time.monotonic() - self.start) / 3600, self.slots
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         text = f"\n{self.over() or 'interrupted'}: {sum(count.values())} proposals so far, {found}.\n"
-        text += f"{hours:.2f} hours; the GPUs were in use {self.busy / slots / hours / 36:.0f}% of the time.\n"
+        seconds = time.monotonic() - self.start
+        used = self.busy / self.slots / seconds
+        text += f"{seconds / 3600:.2f} hours; the GPUs were in use {used:.0%} of the time.\n"
         return f"{text}The reference is now {reference(self.kind)}. How much is luck? python -m night report"
 
 
 def numbers() -> list[int]:
-    """The proposals' numbers, in order."""
     return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*"))
 
 
 def folder(n: int) -> Path:
-    """Proposal n's folder."""
     return PROPOSALS / str(n)
+
+
+def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
+    """A new folder with a commit's files, in a throwaway git repository; and their contents."""
+    work = Path(scratch_folder(), "work")
+    work.mkdir()
+    files = archive(commit, ".", ":!/results.tsv", ":!/program.md")
+    subprocess.run(["tar", "-x", "-C", work], input=files, check=True)
+    contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
+    who = "-c user.name=night -c user.email=night@localhost -c core.hooksPath=/dev/null"
+    script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign -m reference"
+    subprocess.run(["sh", "-c", script], cwd=work, check=True)
+    return work, contents
 
 
 def plain(path: Path) -> bytes:

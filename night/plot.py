@@ -19,19 +19,19 @@ def plot(args: argparse.Namespace | None = None) -> None:
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:
         raise PrepareError(f"{harness.RESULTS} has no val_bpb yet: run `python train.py` first")
-    figure, axes = new_figure(9, 4.3 * len(groups), rows=len(groups))
+    figure, axes = new_figure(len(groups))
     lines = sum(draw(ax, rows) for (ax,), rows in zip(axes, groups, strict=True))
-    figure.set_figheight(4.3 * len(groups) + 0.16 * lines)
+    figure.set_figheight(figure.get_figheight() + 0.16 * lines)
     save(figure, "progress.png")
     if groups := [rows for rows in groups if len(grouped(rows, arm)) > 1]:
         plot_arms(groups)
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple:
-    """A figure of width x height inches, and its axes (rows, columns)."""
+def new_figure(rows: int = 1, columns: int = 1, height: float = 4.3) -> tuple:
+    """A figure, and its axes (rows, columns). height: of a row, in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained", figsize=(width, height))
+    figure = Figure(layout="constrained", figsize=(9, height * rows))
     return figure, figure.subplots(rows, columns, sharey="row", squeeze=False)
 
 
@@ -42,7 +42,7 @@ def save(figure, name: str) -> None:
 
 def plot_arms(groups: list[list[dict]]) -> None:
     """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far against the number of its runs."""
-    figure, axes = new_figure(9, 4.3 * len(groups), rows=len(groups))
+    figure, axes = new_figure(len(groups))
     for (ax,), group in zip(axes, groups, strict=True):
         for name, rows in grouped(group, arm).items():
             lowest = np.minimum.accumulate([row["val_bpb"] or np.inf for row in rows])
@@ -54,7 +54,7 @@ def plot_arms(groups: list[list[dict]]) -> None:
 
 
 def draw(ax, rows: list[dict]) -> int:
-    """Draws a chart, crashes on its lower edge and outliers on its upper one; returns the table's number of lines."""
+    """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status = np.array([row["status"] for row in rows])
     scores = y[status != "crash"]
@@ -77,7 +77,14 @@ def draw(ax, rows: list[dict]) -> int:
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
+    lines = [part for line in tables(rows) for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
+    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
+    ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
+    return len(lines)
 
+
+def tables(rows: list[dict]) -> list[str]:
+    """Lines of text about the kept experiments and the ten best discarded ones."""
     kept, missed, before = [], [], None
     for number, row in enumerate(rows, start=1):
         gain = before - row["val_bpb"] if before else None
@@ -87,19 +94,16 @@ def draw(ax, rows: list[dict]) -> int:
             before = row["val_bpb"]
         elif row["status"] == "discard" and before:
             missed.append((gain, line))
-    table = ["  no.  val_bpb     gain  kept", *kept]
+    lines = ["  no.  val_bpb     gain  kept", *kept]
     if missed:
-        table += ["", "  no.  val_bpb     gain  near misses"]
-        table += [line for _, line in sorted(missed, reverse=True)[:10]]
-    lines = [part for line in table for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
-    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
-    ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
-    return len(lines)
+        lines += ["", "  no.  val_bpb     gain  near misses"]
+        lines += [line for _, line in sorted(missed, reverse=True)[:10]]
+    return lines
 
 
 def plot_curves(revisions: list[str]) -> None:
     """Draws curves.png: the training loss of the last run of each of these commits' rows, over time and over tokens."""
-    figure, ((left, right),) = new_figure(9, 5, columns=2)
+    figure, ((left, right),) = new_figure(columns=2, height=5)
     commits = [commit_of(revision) for revision in revisions]
     for row in [row for row in harness.read_results() if row["commit"] in commits]:
         if points := curve_of(row):

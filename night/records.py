@@ -46,20 +46,21 @@ def new_folder(name: str) -> Path:
             return folder
 
 
-def folders(row: dict) -> list[Path]:
-    """The records of all runs that a row may stand for, the latest first."""
+def record_of(row: dict) -> Path | None:
+    """The record of the last run that a row may stand for, if there is one."""
     name = folder_name(row["commit"], Description.parse(row).seed, Label.parse(row["gpu"]).setting)
     found = [*RUNS.glob(name), *RUNS.glob(f"{name}.*")]
-    return sorted(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), reverse=True)
+    return max(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), default=None)
 
 
 def curve_of(row: dict) -> list[Point]:
     """The curve of a row's last run; [] without a record."""
-    return [point for folder in folders(row)[:1] for point in curve(folder)]
+    folder = record_of(row)
+    return curve(folder) if folder else []
 
 
 def curve(folder: Path) -> list[Point]:
-    """The points of curve.tsv, [] if there are none; skips a line that is still being written."""
+    """The points of curve.tsv, [] without one; skips a line that is still being written."""
     points = []
     with suppress(OSError):
         for line in (folder / "curve.tsv").read_text("utf-8", errors="replace").split("\n")[1:-1]:
@@ -77,7 +78,7 @@ def summary(folder: Path) -> dict:
 
 def training_seconds(rows: list[dict]) -> list[float]:
     """Those of the last run of each row, as far as there are records."""
-    found = [summary(folder).get("training_seconds") for row in rows for folder in folders(row)[:1]]
+    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
     return [seconds for seconds in found if seconds]
 
 

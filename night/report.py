@@ -14,10 +14,6 @@ from night.rows import arm, experiments, good, grouped, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
-STANDS = "The night's gain holds up."
-NOTHING = "The night's gain does not hold up: it may be chance."
-CAUTION = "The errors only cover seeds: another text would change the gains, too."
-
 
 def report(args: argparse.Namespace) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
@@ -82,13 +78,13 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
         raise PrepareError("fewer than two runs of a revision succeeded: see their rows; --again repeats them")
     gain, error, _ = found["val"]
     luck = min(logged, logged - gain)
-    lines += ["", STANDS if stands else NOTHING]
+    lines += ["", f"The night's gain {'holds up.' if stands else 'does not hold up: it may be chance.'}"]
     lines.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
     if luck > error:
         lines.append(f"The rest, {luck:.4f}, was luck.")
     if "test" in found:
         lines.append("On text that no experiment has seen it is {:.4f} +- {:.4f}.".format(*found["test"]))
-    lines.append(CAUTION)
+    lines.append("The errors only cover seeds: another text would change the gains, too.")
     for row in (first, last):
         tokens = statistics.mean(run["tokens_M"] for run in good(rows, row["commit"]))
         if tokens < 0.98 * row["tokens_M"]:

@@ -39,12 +39,11 @@ class Kind(NamedTuple):
 
 
 def kind_here(setting: str) -> Kind:
-    """The kind of a run on this machine."""
     return Kind([harness.gpu_name()], setting, prepare.dataset_id())
 
 
 def name_of(row: dict) -> tuple[str, str]:
-    """A run's name: commit, and description without the reason for a crash and the test score."""
+    """A run's name: commit, and description without test score and reason of a crash."""
     return row["commit"], str(Description.parse(row)._replace(test_bpb=None, reason=""))
 
 
@@ -71,7 +70,7 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 def arm(row: dict) -> str:
     """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
     prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
-    return (prefix and (prefix[1] or prefix[2])) or "agent"
+    return prefix[1] or prefix[2] if prefix else "agent"
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
@@ -99,8 +98,10 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
     """The mean of values with its standard error, if there are several, as text."""
     if not values:
         return ""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return f"{statistics.mean(values):{form}}" + ("" if error is None else f" +-{error:{error_form}}")
+    text = f"{statistics.mean(values):{form}}"
+    if len(values) > 1:
+        text += f" +-{statistics.stdev(values) / math.sqrt(len(values)):{error_form}}"
+    return text
 
 
 def seed_noise(row: dict) -> tuple[float, int]:

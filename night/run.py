@@ -37,8 +37,10 @@ class Row:
         if "commit" not in record:
             commit, subject = harness.git_head()
             record |= dict(commit=commit, description=str(Description(subject, args.seed)))
+        self.folder = Path(os.devnull)  # no file can be opened in it
         with suppress(OSError):  # disk full: go on without a record
-            record["folder"] = str(new_folder(folder_name(record["commit"], args.seed, args.setting)))
+            self.folder = new_folder(folder_name(record["commit"], args.seed, args.setting))
+            record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
 
     def hand_over(self) -> None:
@@ -49,7 +51,7 @@ class Row:
     def make_up(self, reason: str) -> None:
         """Logs a crash if the run has left no row; writes the reason to its record if it has left no summary."""
         self.hand_over()
-        with suppress(OSError), open(os.path.join(self.record.get("folder", os.devnull), "summary.json"), "x") as file:
+        with suppress(OSError), (self.folder / "summary.json").open("x") as file:
             json.dump({"reason": reason}, file)
         if self.needed and not os.fstat(self.copy).st_size:
             label = harness.gpu_name() + self.setting
@@ -79,13 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
-    """Guards train.py, in a session of its own."""
     os.setsid()
     row.hand_over()
     options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
     command = [sys.executable, "train.py", *train_options(args, args.seed)]
-    log = os.path.join(row.record.get("folder", os.devnull), "log.txt")
-    code, ended_by, end = guard(command, args.limit, front, log, echo=True, **options)
+    code, ended_by, end = guard(command, args.limit, front, row.folder / "log.txt", echo=True, **options)
     late = f"no evaluation within {args.limit / 60:g} min"
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}
     row.make_up(reasons.get(ended_by) or why(code, end.decode(errors="replace")))
@@ -93,7 +93,7 @@ def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
 
 
 def guard(
-    command: list[str], limit: float, parent: int, log: str, echo: bool = False, **options
+    command: list[str], limit: float, parent: int, log: str | Path, echo: bool = False, **options
 ) -> tuple[int, int, bytes]:
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
@@ -136,7 +136,7 @@ def guard(
     signal.setitimer(signal.ITIMER_REAL, 0)
     end_children()
     reader.join()
-    return code, [*signals, 0][0], end
+    return code, signals[0] if signals else 0, end
 
 
 def end_children() -> None:

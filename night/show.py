@@ -63,7 +63,9 @@ def knob(name: str, group: list[Idea], sd: float) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, sd)}" for idea in group)
     best = min(group, key=lambda idea: idea.change or 0.0)
-    return f"- {name}: {tried}; best {best.values[name][(best.change or 0.0) < -noise(sd, len(best.changes))]}"
+    old, new = best.values[name]
+    real = (best.change or 0.0) < -noise(sd, len(best.changes))
+    return f"- {name}: {tried}; best {new if real else old}"
 
 
 def gain(idea: Idea, sd: float) -> str:
@@ -80,7 +82,8 @@ def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
     lines, before = [], ""
     for idea in group:
         shared = re.match(r".{30,}[;,] |", os.path.commonprefix([before, idea.subject]))[0]  # noqa: RUF071
-        text, before = "... " * bool(shared) + idea.subject[len(shared) :], idea.subject
+        text = f"... {idea.subject[len(shared) :]}" if shared else idea.subject
+        before = idea.subject
         size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
         notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
         score = f"{gain(idea, sd)} " * (idea.status != "crash")
@@ -95,7 +98,7 @@ def about_commit(commit: str) -> str:
         score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
         lines.append(f"# {commit} {row['description']}")
         lines.append(f"{score}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
-        for folder in records.folders(row)[:1]:
+        if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
             log = folder / "log.txt"
             if row["status"] == "crash" and log.exists():

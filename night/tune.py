@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import math
 import re
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import textwrap
 import zlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -84,7 +85,8 @@ def read_knobs(
             case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
                 sizes = dict(zip(fields.get(name, ()), args, strict=False))
                 sizes |= {word.arg: word.value for word in keywords}
-    lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items()}
+    lines = source.splitlines()
+    values = {name: number(node) for name, node in sizes.items()}
     named = {name: (node, {}) for name, node in nodes.items() if node}
     named |= {name: (node, values) for name, node in sizes.items()}
     found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
@@ -108,9 +110,9 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     if not value or value < 0 or node.lineno != node.end_lineno:
         return None
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
-    share = value < 1 and not re.search(RATES, name)
+    fraction = value < 1 and not re.search(RATES, name)
     room = 0.75 * min(value, 1 - value)
-    low, high = (value - room, value + room) if share else (value / 4, value * 4)
+    low, high = (value - room, value + room) if fraction else (value / 4, value * 4)
     if choices:
         low, high = min(choices), max(choices)
     pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
@@ -120,7 +122,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
             raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
     first, end = node.col_offset, node.end_col_offset
     choices = tuple(n for n in choices if low <= n <= high)
-    log = low > 0 and not share
+    log = low > 0 and not fraction
     return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
 
 
@@ -132,8 +134,11 @@ def neighbours(name: str, value: int, sizes: dict) -> list[int]:
     if value < 16:
         return list(range(max(1, value - 2), value + 3))
     around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
-    fits = {"window": lambda n: seq_len % n == 0, "total_batch_size": lambda n: n % seq_len == 0}
-    return [n for n in around if fits.get(name, bool)(n) or n == value]
+    if name == "window":
+        return [n for n in around if seq_len % n == 0 or n == value]
+    if name == "total_batch_size":
+        return [n for n in around if n % seq_len == 0 or n == value]
+    return around
 
 
 def edit(source: bytes, values: dict[Knob, float]) -> bytes:
@@ -154,23 +159,23 @@ def tune(args: argparse.Namespace) -> None:
     # In a separate process, so that this one takes no GPU memory
     ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
     peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
-    which = peak, args.knobs, CHEAP if args.tokens else SIZES
+    knobs_of = functools.partial(read_knobs, peak=peak, names=args.knobs, searched=CHEAP if args.tokens else SIZES)
     if args.list:
-        return print(*read_knobs(read_train(reference(kind_here(args.setting))), *which), sep="\n")
+        return print(*knobs_of(read_train(reference(kind_here(args.setting)))), sep="\n")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    Tuner(args, start_ray(args), which).search()
+    Tuner(args, start_ray(args), knobs_of).search()
 
 
 class Tuner(Trainer):
-    """A study in runs/tune.db, each trial a commit. If killed, the same command continues it."""
+    """A study in runs/tune.db, each trial a commit. If killed, the same command continues it. knobs_of: of a source."""
 
-    def __init__(self, args: argparse.Namespace, kind: Kind, which: tuple):
+    def __init__(self, args: argparse.Namespace, kind: Kind, knobs_of: Callable[[bytes], list[Knob]]):
         import optuna
 
         super().__init__(args, kind)
-        self.which, self.states, self.waiting = which, optuna.trial.TrialState, defaultdict(list)
+        self.knobs_of, self.states, self.waiting = knobs_of, optuna.trial.TrialState, defaultdict(list)
         self.branch = branch() or "HEAD"
         self.base = reference(kind)
         start = "with the agent" if args.with_agent else self.base
@@ -206,13 +211,15 @@ class Tuner(Trainer):
 
     def next_trial(self):
         """A trial that was killed, or a new one; None if there are enough. The first one of each base is the base."""
-        if self.left or len(self.begun()) >= self.args.runs:
-            return self.left.pop(0) if self.left else None
+        if self.left:
+            return self.left.pop(0)
+        if len(self.begun()) >= self.args.runs:
+            return None
         if self.args.with_agent:
             self.base = reference(self.kind)
         if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
-            knobs = read_knobs(read_train(self.base), *self.which)
-            self.study.enqueue_trial({knob.parameter(): knob.value for knob in knobs}, user_attrs={"base": self.base})
+            values = {knob.parameter(): knob.value for knob in self.knobs_of(read_train(self.base))}
+            self.study.enqueue_trial(values, user_attrs={"base": self.base})
         return self.study.ask()
 
     def start(self, trial) -> None:
@@ -220,14 +227,15 @@ class Tuner(Trainer):
         (base,) = revisions([trial.user_attrs.get("base", self.base)])
         trial.set_user_attr("base", base[0])
         source, values = read_train(base[0]), {}
-        for knob in read_knobs(source, *self.which):
+        for knob in self.knobs_of(source):
             value = knob.fit(trial.suggest_float(knob.parameter(), knob.low, knob.high, log=knob.log))
-            values |= {knob: value} if value != knob.value else {}
+            if value != knob.value:
+                values[knob] = value
         run = run_of(*base)
         if values:
             most = sorted(values, key=lambda knob: -abs(values[knob] / knob.value - 1))  # the largest change first
-            text = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
-            subject = textwrap.shorten(f"tune {self.args.sampler}: {text}", SUBJECT, placeholder=" ...")
+            changes = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(values[knob])}" for knob in most)
+            subject = textwrap.shorten(f"tune {self.args.sampler}: {changes}", SUBJECT, placeholder=" ...")
             text = edit(source, values)
             ref = f"{self.branch}-tune/{self.args.sampler}-{base[0]}-{zlib.crc32(text):08x}"
             run = run_of(commit_train(base[0], text, subject, ref), subject)

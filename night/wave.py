@@ -53,7 +53,8 @@ class Run(NamedTuple):
 
 def wave(args: argparse.Namespace) -> None:
     """Trains every revision and the reference with every seed that has no row yet; prints a table."""
-    ideas, trainer = revisions(args.revisions), Trainer(args, start_ray(args))
+    ideas = revisions(args.revisions)
+    trainer = Trainer(args, start_ray(args))
     (base,) = revisions([reference(trainer.kind)])
     for doubt in doubts([commit for commit, _ in ideas]):
         print(doubt)
@@ -90,8 +91,8 @@ def table(rows: list[dict], base: str) -> str:
 def start_ray(args: argparse.Namespace) -> Kind:
     """Joins the cluster at args.address, else starts Ray on this machine, until this process ends.
 
-    Returns the kind of row that runs get here. The first of its gpus goes into the row of a run that left none. Raises
-    PrepareError if another wave is at work or the log could not take rows.
+    Returns the kind of row that runs get here. Raises PrepareError if another wave is at work or the log cannot take
+    rows.
     """
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
@@ -100,28 +101,28 @@ def start_ray(args: argparse.Namespace) -> Kind:
         raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{harness.HEADER}`")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    # Ray reads these at import. By default it would forever retry a run that a cluster kills for its memory.
-    os.environ.update(({"RAY_task_oom_retries": "0"} if args.address else LOCAL) | os.environ)
-    args.folder, options = None, dict(address=args.address, log_to_driver=False, logging_level="ERROR")
-    if not args.address:
-        args.folder = scratch_folder()
+    if args.address:
+        args.folder, options = None, dict(address=args.address)
+        settings = {"RAY_task_oom_retries": "0"}  # by default Ray retries a run that is killed for its memory forever
+    else:
+        args.folder, settings = scratch_folder(), LOCAL
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # last in, first out: after Ray's
-        options |= dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
+        options = dict(address="local", _temp_dir=args.folder, include_dashboard=False, object_store_memory=10**8)
         options["num_cpus"] = len(os.sched_getaffinity(0))
+    os.environ.update(settings | os.environ)  # Ray reads them at import
     import ray
 
     # Ray cancels runs by SIGINT. If a script started this wave with `&`, it is ignored here, and so in Ray's workers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
-    ray.init(**options)
+    ray.init(**options, log_to_driver=False, logging_level="ERROR")
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
 
 
 def settled(row: dict, kind: Kind, base: str) -> bool:
-    """Whether the row's run need not be repeated. A crash counts as a result, except for the reference; a report needs
-    the test score, too."""
+    """Whether the row's run need not be repeated. A crash of the reference is repeated; a report needs test scores."""
     if row["status"] == "crash":
         return row["commit"] != base
     return not kind.report or Description.parse(row).test_bpb is not None
@@ -137,7 +138,9 @@ class Trainer:
         import ray
 
         self.ray, self.args, self.kind = ray, args, kind
-        self.pending, self.records, self.stopped = {}, {}, []
+        self.pending = {}  # Ray stream: (run, (commit and subject of the revision to beat))
+        self.records = {}  # run that has started: folder of its record
+        self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if device in node["Resources"]]
@@ -244,13 +247,18 @@ def log_row(
     An idea that ends before the reference is a `discard` until `decide` judges it.
     """
     lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
-    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)
+    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)  # on a cluster, this machine's GPU
     *_, row = [lost, *filter(None, map(harness.parse_row, rows.split("\n")))]
     _, _, test_bpb, reason = Description.parse(row)
     gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
-    same = [row for row in good(kind.rows(), base[0]) if name_of(row) == run_of(*base, run.seed)[:2]]
-    others = [row["val_bpb"] for row in same if row["gpu"] == gpu]  # of the reference with that seed
-    to_beat = None if kind.report else math.inf if run.commit == base[0] else [0.0, *others][-1]
+    if kind.report:
+        to_beat = None
+    elif run.commit == base[0]:
+        to_beat = math.inf
+    else:
+        rival = gpu, run_of(*base, run.seed)[:2]  # the reference with the same seed on the same GPU
+        others = [row["val_bpb"] for row in good(kind.rows(), base[0]) if (row["gpu"], name_of(row)) == rival]
+        to_beat = others[-1] if others else 0.0
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
@@ -267,9 +275,10 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it was made from a user's folder
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
-    task, files_of_head = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout), archive("HEAD")
-    able, on = [], [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    for node, answer in zip(nodes, [task.remote(files_of_head, files, command) for task in on], strict=True):
+    task = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout)
+    on = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
+    head, able = archive("HEAD"), []
+    for node, answer in zip(nodes, [task.remote(head, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), tuple):  # not the result yet
             pass
         _, log, *reason = event
@@ -292,17 +301,8 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
     """
     import ray
 
-    context = ray.get_runtime_context()
-    assigned = context.get_assigned_resources().get("CPU", 1)
-    (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-    usable = len(os.sched_getaffinity(0))  # Ray's count may differ: a quota, or set by hand
-    cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
-    threads = str(min(32, cores))  # Inductor's limit
-    env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {}), "TORCHINDUCTOR_COMPILE_THREADS": threads}
-    if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
-        del env["OMP_NUM_THREADS"]  # with all cores, a run uses its default, as without Ray
-        if cores < usable:
-            env["OMP_NUM_THREADS"] = str(cores)
+    env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {})}
+    set_threads(env)
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` looks at the pid
     with own as folder, open(f"{folder}/run.log", "w") as log:
@@ -328,3 +328,19 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
             child.wait()
         tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
         yield Path(folder, "results.tsv").read_text("utf-8", errors="replace"), tail
+
+
+def set_threads(env: dict[str, str]) -> None:
+    """Gives a Ray task's child processes as many threads as the task's share of the node has cores."""
+    import ray
+
+    context = ray.get_runtime_context()
+    assigned = context.get_assigned_resources().get("CPU", 1)
+    (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    usable = len(os.sched_getaffinity(0))  # Ray's count may differ: a quota, or set by hand
+    cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, cores))  # Inductor's limit
+    if env.get("OMP_NUM_THREADS") == str(max(1, int(assigned))):  # Ray has set it
+        del env["OMP_NUM_THREADS"]  # with all cores, a run uses its default, as without Ray
+        if cores < usable:
+            env["OMP_NUM_THREADS"] = str(cores)

@@ -152,7 +152,7 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     assert records.budget(first) == records.budget(second) == budget and second.name == name + ".2"
     text = "idea" if seed is None else f"idea, seed {seed}"
     row = dict(commit="abc", description=text, status="keep", gpu=f"cpu{setting}")
-    assert records.folders(row) == [second, first]
+    assert records.record_of(row) == second
     (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
     (point,) = records.curve(first)  # the last line is being written
     assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
