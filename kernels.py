@@ -34,9 +34,9 @@ jit = triton.jit if triton else lambda function: function
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
 # The middle five lines are one Triton launch that keeps rows of up to 16384 logits in registers. The GEMMs are not in
-# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the
-# maximum. The forward of a mean or a sum also computes the gradients; the backward multiplies them by a scalar. GEMMs
-# run in x's dtype, the rest in fp32. g / n underflows in fp16, so z holds 2^15 g there, and 1/n is applied at the end.
+# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. The
+# forward of a mean or a sum also computes the gradients; the backward multiplies them by a scalar. GEMMs run in x's
+# dtype, the rest in fp32. g / n underflows in fp16, so z holds 2^15 g there, and 1/n is applied at the end.
 
 
 @jit

@@ -56,8 +56,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
-        if idea.seconds and (seconds := [second for other in edited for second in other.seconds]):
-            idea.times = statistics.median(idea.seconds) / statistics.median(seconds)
+        idea.times = times_as_long(idea.seconds, [second for other in edited for second in other.seconds])
         if not idea.changes and idea.scores and before:
             idea.changes = [idea.score - statistics.mean(before.values())]
     return found
@@ -98,6 +97,11 @@ def read_diff(idea: Idea) -> None:
             idea.places[constant[1] if constant else place or "top"] += 1
             idea.lines = (idea.lines[0] + (line[0] == "+"), idea.lines[1] + (line[0] == "-"))
     idea.values = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+
+
+def times_as_long(seconds: list[float], before: list[float]) -> float:
+    """Ratio of the medians; 1.0 if either is unknown."""
+    return statistics.median(seconds) / statistics.median(before) if seconds and before else 1.0
 
 
 def noise(sd: float, pairs: int = 1) -> float:

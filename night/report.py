@@ -7,7 +7,7 @@ import statistics
 import harness
 from harness import Description, Label
 from night.attribute import attribute
-from night.ideas import SLOWER
+from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import training_seconds
 from night.rows import arm, experiments, good, grouped, in_history, scores
@@ -91,7 +91,7 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     before, after = (training_seconds(good(rows, row["commit"])) for row in (first, last))
-    if before and after and (times := statistics.median(after) / statistics.median(before)) > SLOWER:
+    if (times := times_as_long(after, before)) > SLOWER:
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 

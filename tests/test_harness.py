@@ -311,4 +311,4 @@ def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(lo
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert log() == "keep"
     assert len(harness.read_results(log.path)) == 1
-    assert "without the lock" in capsys.readouterr().err and next(clock) > 60
+    assert "writing this row without the lock" in capsys.readouterr().err and next(clock) > 60

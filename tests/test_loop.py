@@ -288,7 +288,11 @@ def test_a_killed_loop_takes_its_agents_along(loop):
         ("", "no-such-program -p", ": there is no program no-such-program"),
         ("", "true' --runs '0", " loop: error: argument --runs: 0 must be above 0"),
         ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
-        ("sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ", "true", ": the reference crashes: "),
+        (
+            "sed -i 's/val_bpb = /val_bpb = = /' train.py; git commit -qam x; ",
+            "true",
+            ": the reference crashes: python -m night show ",
+        ),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):

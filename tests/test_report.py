@@ -268,7 +268,8 @@ def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said,
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     seconds = {FIRST["commit"]: before, LAST["commit"]: after}
     monkeypatch.setattr("night.report.training_seconds", lambda rows: seconds[rows[0]["commit"]])
-    assert gains(FIRST, LAST, rows_of(val, val)).count("times as long") == said
+    text = gains(FIRST, LAST, rows_of(val, val))
+    assert text.count("It takes 1.20 times as long") == text.count("times as long") == said
 
 
 def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
