@@ -6,9 +6,10 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from ablate import EDITS, OF_EXPERTS, without
+from ablate import EDITS, OF_EXPERTS, effects, without
 
 import harness
 
@@ -46,3 +47,17 @@ def test_any_mechanisms_can_be_left_out_together():
     assert max(losses((*EDITS, *OF_EXPERTS))) < 4
     for pair in itertools.combinations(EDITS | OF_EXPERTS, 2):
         compile(without(TRAIN, pair), "train.py", "exec")
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_both_designs_find_what_each_mechanism_is_worth(one_by_one):
+    names, luck = [*EDITS], np.random.default_rng(3)
+    worth = np.linspace(-0.002, 0.02, len(names))
+
+    def measure(plan, first):
+        scores = 1.2 + plan @ worth + 0.001 * luck.standard_normal(len(plan))
+        return plan, np.stack([scores, scores - 0.1], 1)
+
+    for change, true in zip(effects(names, measure, one_by_one), worth, strict=True):
+        assert abs(change.val - true) < 5 * change.error < 0.015
+        assert (change.verdict == "real") >= (true > 0.012)

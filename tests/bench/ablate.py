@@ -3,11 +3,14 @@ What is each mechanism of train.py worth? Trains it without half of them at a ti
 with the changes of a night, and prints the effects in docs/ablations.md.
 
     python tests/bench/ablate.py --gpu T4 --tokens 62400000 --per-gpu 6    # options as `night wave` takes them
+    python tests/bench/ablate.py --tokens 26214400 --one-by-one            # leaves out one mechanism at a time instead
 
-The runs' commits are branches `ablation/*`, their rows go to results.tsv: call it in a clone of its own.
+Where mechanisms interact strongly, only the second way tells what each is worth in the full file. The runs' commits are
+branches `ablation/*`, their rows go to results.tsv: call it in a clone of its own.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import harness
 import train
 from night.__main__ import parse
-from night.attribute import Change, decide, score_runs
+from night.attribute import Change, decide, judge, score_runs
 from night.commits import commit_train, read_train
 from night.rows import commit_of
 from night.wave import Trainer, start_ray
@@ -37,6 +40,7 @@ EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more 
     "softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
     "cautious decay": ("decay * p * (update * p >= 0)", "decay * p"),
 }
+FULL = 4  # runs of the full file beside those that leave out one mechanism: their scatter is the error
 GPT = "self.config, self.dtype, self.attention = config, "
 OF_EXPERTS = {  # for sizes that have some
     "experts": (GPT, f"config = dataclasses.replace(config, num_experts=0)\n        {GPT}"),
@@ -54,8 +58,20 @@ def without(text: str, names: list[str]) -> str:
     return text
 
 
+def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Change]:
+    """What each mechanism is worth. measure: see night.attribute.decide."""
+    changes = [Change(name, 0) for name in names]
+    if one_by_one:
+        plan = np.concatenate([np.zeros((FULL, len(names)), bool), np.eye(len(names), dtype=bool)])
+        judge(changes, *measure(plan, 0), 0.0, 0)
+    else:
+        decide(changes, measure, 0.0, 0)
+    return changes
+
+
 def main() -> None:
-    args = parse(["wave", *sys.argv[1:]])
+    one_by_one = "--one-by-one" in sys.argv
+    args = parse(["wave", *(word for word in sys.argv[1:] if word != "--one-by-one")])
     trainer = Trainer(args, start_ray(args)._replace(report=True))  # so that runs score the test split, too
     gpu = harness.named_gpu(args.gpu) if args.gpu else harness.this_gpu()
     full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
@@ -69,11 +85,11 @@ def main() -> None:
             runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + i))
         return plan, score_runs(trainer, runs)
 
-    changes = [Change(name, 0) for name in names]
-    decide(changes, measure, 0.0, 0)
+    changes = effects(names, measure, one_by_one)
     print("| without | costs val | test | standard error | verdict |\n| --- | --- | --- | --- | --- |")
     for change in sorted(changes, key=lambda change: -change.val):
-        print(f"| {change.name} | {change.val:+.4f} | {change.test:+.4f} | {change.error:.4f} | {change.verdict} |")
+        verdict = change.verdict.replace("open", "no evidence")
+        print(f"| {change.name} | {change.val:+.4f} | {change.test:+.4f} | {change.error:.4f} | {verdict} |")
 
 
 if __name__ == "__main__":
