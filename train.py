@@ -272,11 +272,10 @@ class Experts(nn.Module):
         self.load += ends.diff(prepend=ends.new_zeros(1))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, K)
         token_at, order = order[:, None] // K, order[:, None]
-        h = sum_rows(x.reshape(-1, C), token_at, place)  # (B * T * K, C), sorted by expert
-        h = leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))
-        h = F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends)
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
-        return sum_rows(h * weight, place, token_at).view(B, T, C)
+        h = sum_rows(x.reshape(-1, C), token_at, place)  # (B*T*K, C), by expert
+        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here: saves memory
+        return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view(B, T, C)
 
 
 class Block(nn.Module):

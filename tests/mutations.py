@@ -122,7 +122,7 @@ SECTIONS = [
         ('right=True, out_int32', 'right=False, out_int32'),
         ('self.load += ends.diff(prepend=ends.new_zeros(1))', 'self.load += 1'),
         ('self.load += ends.diff(prepend=ends.new_zeros(1))', 'self.load.copy_(ends.diff(prepend=ends.new_zeros(1)))'),
-        ('sum_rows(h * weight, place', 'sum_rows(h, place'),
+        ('h = weight * leaky', 'h = leaky'),
         ('self.c_fc.to(x.dtype).mT, offs', 'self.c_proj.to(x.dtype).mT, offs'),
         ('torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))', 'order.clone()'),
         ("2 * score.gather", "score.gather"),
