@@ -561,7 +561,8 @@ SECTIONS = [
     ]),
     ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again or torch or called"], [
         ("read(DATASET) or read(cache_dir()", "read(cache_dir()"),
-        ('open(DATASET, "x")', 'open(DATASET, "w")'),
+        ("if not read(DATASET):", "if True:"),
+        ("if not read(DATASET):", "if not DATASET.exists():"),
         ("        DATASET.write_text(", "        str("),
         ('data or own.partition("@")[0] or', "data or"),
         ("    if label in SOURCES:", "    if False:"),
