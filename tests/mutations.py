@@ -563,7 +563,7 @@ SECTIONS = [
         ("read(DATASET) or read(cache_dir()", "read(cache_dir()"),
         ("if not read(DATASET):", "if True:"),
         ("if not read(DATASET):", "if not DATASET.exists():"),
-        ("        DATASET.write_text(", "        str("),
+        ("if own != directory.name:\n        DATASET.write_text(", "if own != directory.name:\n        str("),
         ('data or own.partition("@")[0] or', "data or"),
         ("    if label in SOURCES:", "    if False:"),
         ("return max(have, 10 if", "return max(0, 10 if"),
