@@ -46,8 +46,8 @@ class Clock:
     HANG = 120  # seconds: a step that takes longer prints its stack traces and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
-        if not seconds > 0 or (tokens is not None and tokens <= 0):
-            raise PrepareError(f"the budget must be above 0, not {seconds} s, {tokens} tokens")
+        if not 0 < seconds < math.inf or (tokens is not None and tokens <= 0):
+            raise PrepareError(f"the budget must be finite and above 0, not {seconds} s, {tokens} tokens")
         self.seconds, self.limit = seconds, tokens
         self.steps = self.tokens = 0
         self.started = self.stopped = None

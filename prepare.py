@@ -166,8 +166,9 @@ def current_dataset() -> Path:
 
 def adopt_dataset(directory: Path) -> None:
     """Makes `directory` this clone's dataset unless it has one. From then on no other clone can change it."""
-    with suppress(OSError), open(DATASET, "x") as file:
-        file.write(directory.name)
+    with suppress(OSError):
+        if not read(DATASET):  # an interrupted run may have left it empty
+            DATASET.write_text(directory.name)
 
 
 def read(path: Path) -> str:

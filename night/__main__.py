@@ -6,6 +6,7 @@ wave, tune, loop, report, page and, on a terminal, show and watch need pip insta
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -35,12 +36,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()
-    either.add_argument("--seconds", type=float, help="training budget, instead of five minutes")
-    either.add_argument("--tokens", type=int, help="training budget in tokens")
+    either.add_argument("--seconds", type=duration, help="training budget, instead of five minutes")
+    either.add_argument("--tokens", type=positive, help="training budget in tokens")
     budget.add_argument("--gpu", metavar="NAME", help="use another GPU's numerics and model size")
     limit = argparse.ArgumentParser(add_help=False)
     text = f"kill a run after this ({LIMIT} x --per-gpu, plus --seconds above {prepare.TIME_BUDGET})"
-    limit.add_argument("--limit", type=float, metavar="SECONDS", help=text)
+    limit.add_argument("--limit", type=duration, metavar="SECONDS", help=text)
     many = argparse.ArgumentParser(add_help=False, parents=[budget, limit])
     many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
     text = "of a Ray cluster ($RAY_ADDRESS, else this machine only)"
@@ -74,7 +75,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     text = "gets a prompt on standard input, or in the file {prompt}; several of them take turns"
     add("--agent", action="append", required=True, metavar="COMMAND", help=text)
     add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
-    add("--agent-limit", type=float, default=600, metavar="SECONDS", help="for each call (600)")
+    add("--agent-limit", type=duration, default=600, metavar="SECONDS", help="for each call (600)")
     add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
     add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
     add("--hours", type=float, default=8.0, help="length of the night (8)")
@@ -112,6 +113,12 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return int(text)
+
+
+def duration(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
+    return float(text)
 
 
 def main() -> int | None:

@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 
 from harness import Description
-from night.records import curve_of, jump, training_seconds
+from night.records import curve_of, jump, run_seconds
 from night.rows import ROOT, git, grouped, scores, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
@@ -20,7 +20,7 @@ class Idea:
         self.commit, self.rows = commit, rows
         self.subject = Description.parse(rows[0]).subject
         self.reason = Description.parse(rows[-1]).reason  # of a crash
-        self.scores, self.seconds = scores(rows), training_seconds(rows)
+        self.scores, self.seconds = scores(rows), run_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         found = {row["status"] for row in rows}
         self.status = next(status for status in ("keep", "discard", "crash") if status in found)

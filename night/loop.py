@@ -304,7 +304,10 @@ class Loop(Trainer):
         """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
         commit, head = row["commit"], git("rev-parse", "HEAD")
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit)):
-            git("checkout", "-q", commit, "--", "train.py")
+            try:
+                git("checkout", "-q", commit, "--", "train.py")
+            except subprocess.CalledProcessError:  # somebody's git holds the index's lock, say
+                print("git cannot write train.py: the branch moves on, the file stays as it is")
         else:
             print("train.py has uncommitted changes: the branch moves on, the file stays as it is")
         if (shared := git("merge-base", head, commit)) == head:

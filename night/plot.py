@@ -6,7 +6,7 @@ import textwrap
 import numpy as np
 
 import harness
-from night.records import curve_of
+from night.records import curve_of, run_seconds
 from night.rows import arm, commit_of, experiments, grouped, place, seed_noise
 from prepare import PrepareError
 
@@ -41,15 +41,21 @@ def save(figure, name: str) -> None:
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far against the number of its runs."""
-    figure, axes = new_figure(len(groups))
-    for (ax,), group in zip(axes, groups, strict=True):
-        for name, rows in grouped(group, arm).items():
-            lowest = np.minimum.accumulate([row["val_bpb"] or np.inf for row in rows])
-            ax.step(np.arange(1, len(rows) + 1), lowest, where="post", marker=".", label=f"{name}, {lowest[-1]:.4f}")
-        ax.set(xlabel="runs of the arm", ylabel="best val_bpb so far")
-        ax.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
-        ax.legend(frameon=False, fontsize=8)
+    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far, give or take a seed's standard deviation,
+    over its runs and over the minutes they took."""
+    figure, axes = new_figure(len(groups), 2)
+    for (left, right), group in zip(axes, groups, strict=True):
+        noise = seed_noise(group[0])[0]
+        for color, (name, rows) in enumerate(grouped(group, arm).items()):
+            lowest = np.fmin.accumulate([row["val_bpb"] or np.nan for row in rows])
+            minutes = np.cumsum([sum(run_seconds([row], "total_seconds")) for row in rows]) / 60
+            for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
+                (line,) = ax.step(x, lowest, f".C{color}-", where="post", label=f"{name}, {lowest[-1]:.4f}")
+                ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=line.get_color(), alpha=0.15)
+        left.set(xlabel="runs of the arm", ylabel="best val_bpb so far")
+        right.set(xlabel="minutes that they took, as far as there are records")
+        left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
+        left.legend(frameon=False, fontsize=8)
     save(figure, "arms.png")
 
 

@@ -76,10 +76,10 @@ def summary(folder: Path) -> dict:
     return {}
 
 
-def training_seconds(rows: list[dict]) -> list[float]:
-    """Those of the last run of each row, as far as there are records."""
-    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
-    return [seconds for seconds in found if seconds]
+def run_seconds(rows: list[dict], kind: str = "training_seconds") -> list[float]:
+    """Of the last run of each row, as far as there are records. kind: `training_seconds` or `total_seconds`."""
+    found = [summary(folder).get(kind) for folder in map(record_of, rows) if folder]
+    return [number for number in found if number]
 
 
 def budget(folder: Path) -> tuple[str, float]:

@@ -9,7 +9,7 @@ from harness import Description, Label
 from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
-from night.records import training_seconds
+from night.records import run_seconds
 from night.rows import arm, experiments, good, grouped, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
@@ -90,7 +90,7 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
         if tokens < 0.98 * row["tokens_M"]:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
-    before, after = (training_seconds(good(rows, row["commit"])) for row in (first, last))
+    before, after = (run_seconds(good(rows, row["commit"])) for row in (first, last))
     if (times := times_as_long(after, before)) > SLOWER:
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)

@@ -129,7 +129,7 @@ def test_each_200th_of_the_budget_has_a_line_with_the_mean_loss_since_the_line_b
     _, *lines = (record / "curve.tsv").read_text().splitlines()
     printed = re.findall(r"^step 0*(\d+) .* loss (\S+) \| 20 tok/s \| epoch (\d+) ", capsys.readouterr().out, re.M)
     for begin, end, line, numbers in zip([0, *ends], ends, lines, printed, strict=False):
-        loss, lr = f"{losses[begin:end].mean():.4f}", f"{0.1 / end:.6g}" if end % 2 else ""
+        loss, lr = f"{losses[begin:end].double().mean():.4f}", f"{0.1 / end:.6g}" if end % 2 else ""
         assert line == f"{end}\t{end / 2:.2f}\t{10 * end}\t{loss}\t{lr}" and numbers == (str(end), loss, str(end))
     assert len(lines) == len(printed) == len(ends)
 
@@ -148,9 +148,11 @@ def test_a_folder_that_takes_no_record_costs_only_that(now, record, monkeypatch,
     assert clock.stop() == 1
 
 
-@pytest.mark.parametrize("budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"tokens": 0}])
-def test_an_empty_budget_is_refused(budget):
-    with pytest.raises(PrepareError, match="must be above 0"):
+@pytest.mark.parametrize(
+    "budget", [{"seconds": 0}, {"seconds": -1}, {"seconds": math.nan}, {"seconds": math.inf}, {"tokens": 0}]
+)
+def test_an_empty_or_endless_budget_is_refused(budget):
+    with pytest.raises(PrepareError, match="must be finite and above 0"):
         Clock(**budget)
 
 

@@ -251,6 +251,13 @@ def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):
     assert loop.rows() == rows and path.read_text() == verdict and verdict.startswith("keep: ")
 
 
+def test_a_night_goes_on_while_somebodys_git_holds_the_index(loop):
+    (loop.folder / ".git" / "index.lock").touch()
+    output = loop.finish(loop.loop("A", args=["--runs=1"]))
+    assert "git cannot write train.py: the branch moves on" in output
+    assert loop.run("git rev-parse HEAD").startswith(loop.best())
+
+
 def test_without_its_records_a_night_goes_on(loop):
     loop.finish(loop.loop("A,worse", args=["--runs=2"]))
     before = loop.rows()

@@ -437,11 +437,14 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, setting):
         ("keep a b", "unrecognized arguments: b"),
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
+        ("run --seconds=inf", "inf must be finite and above 0"),
+        ("run --tokens=0", "0 must be above 0"),
+        ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
         ("run --seeds=1", "unrecognized arguments: --seeds=1"),
     ],
 )
-def test_arguments_of_another_command_are_refused(capsys, line, error):
+def test_arguments_that_mean_nothing_are_refused(capsys, line, error):
     with pytest.raises(SystemExit):
         parse(line.split())
     assert error in capsys.readouterr().err

@@ -532,7 +532,8 @@ REFUSED = {  # arguments, the line
     "unknown GPU": (["--gpu", "T5"], r"^train\.py: --gpu T5 is unknown: use one of T4.*cpu"),
     "no weights": (["--sample", "Once"], r"^train\.py: no model\.safetensors yet: run python train\.py --save first"),
     "no weights, empty text": (["--sample", ""], r"^train\.py: no model\.safetensors yet"),
-    "no time": (["--seconds", "0"], "the budget must be above 0"),
+    "no time": (["--seconds", "0"], "the budget must be finite and above 0"),
+    "no end": (["--seconds", "inf"], "the budget must be finite and above 0"),
 }
 
 

@@ -448,6 +448,7 @@ def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp
     first, second = prepare.prepare("climbmix", 1), prepare.prepare("climbmix", 2)
     prepare.DATASET.unlink()
     assert prepare.current_dataset() == second
+    prepare.DATASET.touch()  # left by a run that was killed
     prepare.adopt_dataset(first)
     prepare.adopt_dataset(second)
     assert prepare.current_dataset() == first and prepare.DATASET.read_text() == first.name

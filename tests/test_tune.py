@@ -1,5 +1,6 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Ray and Optuna."""
 
+import json
 import re
 import time
 
@@ -7,6 +8,8 @@ import pytest
 from test_wave import STUB, TWO_SLOTS, Clone
 
 import harness
+import night.plot
+from night import records
 from night.__main__ import parse
 from night.plot import plot
 from night.report import best_of
@@ -159,19 +162,35 @@ def test_equal_values_are_one_run_and_cma_es_searches(clone):
 
 
 def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
+    """The second run of each commit has no record. Two seeds of a commit differ by 0.02."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    row = dict(memory_gb=1.0, gpu="A", dataset="d", commit="c")
+    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
+    row = dict(memory_gb=1.0, gpu="A", dataset="d")
     ideas = {
         "no tune tpe: a": 1.3,
+        "no tune tpe: a, seed 1": 1.32,
         "tune tpe: A 1 -> 2": 1.2,
         "agent 2: x": 1.25,
         "tune tpe: A 1 -> 3": 1.1,
         "tune random: A": 0,
+        "tune random: B": 1.4,
     }
-    for text, bpb in ideas.items():
-        harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), **row)
+    for i, (text, bpb) in enumerate(ideas.items()):
+        commit = f"c{max(1, i)}"
+        harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), commit=commit, **row)
+        if "seed" not in text:
+            records.RUNS.mkdir(exist_ok=True)
+            (records.new_folder(f"{commit}-42-300s") / "summary.json").write_text(json.dumps({"total_seconds": 60 * i}))
     found = grouped(harness.read_results(), arm)
-    assert {name: len(rows) for name, rows in found.items()} == {"agent": 1, "tpe": 2, "agent 2": 1, "random": 1}
-    assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c, tune tpe: A 1 -> 3."
+    assert {name: len(rows) for name, rows in found.items()} == {"agent": 2, "tpe": 2, "agent 2": 1, "random": 2}
+    assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c4, tune tpe: A 1 -> 3."
+    figures, save = [], night.plot.save
+    monkeypatch.setattr(night.plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
     plot()
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]
+    left, right = figures[-1].axes
+    drawn = [[[*line.get_xdata()] for line in ax.lines] for ax in (left, right)]
+    assert drawn == [[[1, 2], [1, 2], [1], [1, 2]], [[0, 0], [2, 6], [3], [5, 11]]]
+    assert [[*line.get_ydata()] for line in left.lines[:3]] == [[1.3, 1.3], [1.2, 1.1], [1.25]]
+    low, high = (edge(left.collections[1].get_paths()[0].vertices[:, 1]) for edge in (min, max))
+    assert low == pytest.approx(1.1 - 0.02 / 2**0.5) and high == pytest.approx(1.2 + 0.02 / 2**0.5)
