@@ -30,7 +30,7 @@ ROPE_BASE = 200_000        # of the rotary embedding
 SOFTCAP = 12.0             # of the logits, or None
 INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # n-grams that have embeddings
-X0_LAMBDA = 0.05           # share of the first hidden states in every other block at the start
+X0_LAMBDA = 1.0            # of the first hidden states in every other block; near 0, rounding decides its sign
 FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
@@ -48,7 +48,7 @@ ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
 MOMENTUM = 0.9             # of Muon, Nesterov's
-FINAL_LR = 0.05            # the learning rates fall linearly to this fraction
+FINAL_LR = 0.05            # learning rates fall linearly to this fraction
 
 
 # ---- What a GPU can do (numerics), and what TIME_BUDGET pays for (size)
@@ -267,14 +267,14 @@ class Experts(nn.Module):
         K, E = self.experts_per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(B * T, E)
         expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # topk is no Triton kernel
-        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # few bits are sorted fast
+        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # few bits sort fast
         ends = torch.searchsorted(ranked.long(), torch.arange(E, device=x.device), right=True, out_int32=True)
         self.load += ends.diff(prepend=ends.new_zeros(1))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, K)
         token_at, order = order[:, None] // K, order[:, None]
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
         h = sum_rows(x.reshape(-1, C), token_at, place)  # (B*T*K, C), by expert
-        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here: saves memory
+        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # saves memory here
         return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view(B, T, C)
 
 
