@@ -5,8 +5,9 @@ with the changes of a night, and prints the effects in docs/ablations.md.
     python tests/bench/ablate.py --gpu T4 --tokens 62400000 --per-gpu 6    # options as `night wave` takes them
     python tests/bench/ablate.py --tokens 26214400 --one-by-one            # leaves out one mechanism at a time instead
 
-Where mechanisms interact strongly, only the second way tells what each is worth in the full file. The runs' commits are
-branches `ablation/*`, their rows go to results.tsv: call it in a clone of its own.
+Where mechanisms interact strongly, only the second way tells what each is worth in the full file. It trains all
+versions with the same two seeds, since a seed's luck is much the same for all. The runs' commits are branches
+`ablation/*`, their rows go to results.tsv: call it in a clone of its own.
 """
 
 import sys
@@ -40,7 +41,7 @@ EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more 
     "softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
     "cautious decay": ("decay * p * (update * p >= 0)", "decay * p"),
 }
-FULL = 4  # runs of the full file beside those that leave out one mechanism: their scatter is the error
+SEEDS = 1001, 1002  # of each version, one by one
 GPT = "self.config, self.dtype, self.attention = config, "
 OF_EXPERTS = {  # for sizes that have some
     "experts": (GPT, f"config = dataclasses.replace(config, num_experts=0)\n        {GPT}"),
@@ -59,11 +60,14 @@ def without(text: str, names: list[str]) -> str:
 
 
 def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Change]:
-    """What each mechanism is worth. measure: see night.attribute.decide."""
+    """What each mechanism is worth. measure: as night.attribute.decide's, and it also takes each run's seed."""
     changes = [Change(name, 0) for name in names]
     if one_by_one:
-        plan = np.concatenate([np.zeros((FULL, len(names)), bool), np.eye(len(names), dtype=bool)])
-        judge(changes, *measure(plan, 0), 0.0, 0)
+        plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (len(SEEDS), 1))  # first of each seed: the full file
+        seeds = np.repeat(SEEDS, 1 + len(names))
+        left_out, scores = measure(plan, 0, seeds)
+        luck = seeds[:, None] == SEEDS[1:]  # columns of its own in the least squares
+        judge([*changes, *(Change("", 0) for _ in SEEDS[1:])], np.hstack([left_out, luck]), scores, 0.0, 0)
     else:
         decide(changes, measure, 0.0, 0)
     return changes
@@ -77,12 +81,13 @@ def main() -> None:
     full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
     text = read_train(full).decode()
 
-    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, first: int, seeds: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         runs = []
-        for i, row in enumerate(plan, start=first):
+        for i, row in enumerate(plan):
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
-            runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + i))
+            commit = commit_train(full, version, subject, f"ablation/{first + i}")
+            runs.append((commit, int(seeds[i]) if seeds is not None else 1001 + first + i))
         return plan, score_runs(trainer, runs)
 
     changes = effects(names, measure, one_by_one)
