@@ -101,9 +101,9 @@ BEST_GEMM = {
     (10, 0): 1745 / 2250,  # B200 (MAMF)
 }
 REAL_GEMM = 0.9  # of that: our shapes run at 650 to 780 TFLOP/s on an H200 (measured)
-# Share of that in F.grouped_mm. H200, 262,144 rows of 768 on 32 experts: 610 to 660 TFLOP/s, 430 in the backward of
-# very unequal ones, where one GEMM has 620 to 670 (measured)
-GROUPED_GEMM = 0.85
+# Share of that in F.grouped_mm: 500 TFLOP/s in an H200's training step, 262,144 rows of 768 on 32 experts; alone 610 to
+# 660, 430 in the backward of very unequal ones, where one GEMM has 620 to 670 (measured)
+GROUPED_GEMM = 0.7
 # Before sm_90 it is a loop over the experts, which waits for the GPU: 0.44 to 0.50 ms for 131,072 rows of 512, one GEMM
 # 0.11 (measured on an H200, which has that loop, too)
 GROUPED_LOOP = 0.45e-3
@@ -125,10 +125,13 @@ CUDNN_BLACKWELL = 0.63, 0.50
 # https://github.com/ssiu/flash-attention-turing: its own causal forward has 66% of the peak and is 1.95 times faster;
 # its backward 47%, 1.51 times, with 7 GEMMs for 5
 MEMORY_EFFICIENT = 0.66 / 1.95, 0.47 / 1.51 * 5 / 7
-# Atomic additions per multiprocessor and clock, in scattered rows. H200: two tables of n-grams take 6.3 ms of a step of
-# 2^17 tokens x 640 (1.144 M tokens/s, without them 1.210 M, measured); 3 of them go by this model to kernels that do
-# not scatter, the rest to 335 M additions.
+# Atomic additions per multiprocessor and clock, in scattered rows of a table. H200: two tables of n-grams, far larger
+# than its L2 cache, take 6.3 ms of a step of 2^17 tokens x 640 (1.144 M tokens/s, without them 1.210 M, measured); 3 of
+# them go by this model to kernels that do not scatter, the rest to 335 M additions. 100.7 M to the 8,192 rows of an
+# embedding, which fit in that cache, take 0.247 ms (measured).
 ATOMICS = 100e9 / (132 * 1980e6)
+CACHED_ATOMICS = 408e9 / (132 * 1980e6)
+LARGE_L2 = ("L4", "RTX4090", "A100", "H100", "H200", "B200")  # 40 MB and more, by datasheet
 
 
 @functools.cache
@@ -156,7 +159,7 @@ def rates(gpu: str, fa3: bool = True) -> Rates:
         memory,
         # the shares of memory-efficient attention include its bytes
         attention_memory=math.inf if capability < (8, 0) else memory,
-        scatter=ATOMICS * multiprocessors * mhz * 1e6,
+        scatter=(CACHED_ATOMICS if gpu in LARGE_L2 else ATOMICS) * multiprocessors * mhz * 1e6,
         # Asynchronous copies start at sm_80. And at 70 W tensor cores and memory share one budget of watts.
         overlap=capability >= (8, 0) and not low_power,
         grouped_loop=GROUPED_LOOP * (capability < (9, 0)),
