@@ -12,6 +12,7 @@ Data and metric are in prepare.py, clock and log in harness.py, operators in ker
 import dataclasses
 import functools
 import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -320,24 +321,23 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        for p in self.parameters():
-            nn.init.constant_(p, math.nan)
-        bound = (3 / self.config.n_embd) ** 0.5  # uniform, standard deviation 1/sqrt(n_embd)
-        nn.init.normal_(self.embed.weight)
-        for table in (*self.ngram_embeds, self.induction_embed):
-            nn.init.zeros_(table.weight)
-            table.sparse = False  # gradients, unless make_optimizer asks for it
-        nn.init.normal_(self.lm_head.weight, std=0.001)
-        for name, p in self.blocks.named_parameters():
-            if p.ndim > 1 and p.size(-1) > 1:  # c_proj starts at zero: attention and MLPs add nothing yet
+        seed, bound = torch.initial_seed(), (3 / self.config.n_embd) ** 0.5
+        for name, p in self.named_parameters():
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # so no edit changes another's luck
+            if name == "embed.weight":
+                nn.init.normal_(p)
+            elif name == "lm_head.weight":
+                nn.init.normal_(p, std=0.001)
+            elif name.startswith(("ngram_embeds.", "induction_embed.")):
+                nn.init.zeros_(p)
+            elif name.endswith("_lambda"):
+                nn.init.constant_(p, X0_LAMBDA if "x0" in name else 1)
+            else:  # standard deviation 1/sqrt(n_embd); c_proj is 0: attention and MLPs add nothing yet
+                assert name.startswith("blocks.") and p.ndim > 1 < p.size(-1), f"init_weights sets no {name}: add it"
                 scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
-        for block in self.blocks:
-            nn.init.ones_(block.residual_lambda)
-            if block.x0_lambda is not None:
-                nn.init.constant_(block.x0_lambda, X0_LAMBDA)
-        forgotten = [name for name, p in self.named_parameters() if p.flatten()[0].isnan()]
-        assert not forgotten, f"init_weights sets no values for {forgotten}: add them there"
+        for table in self.ngram_embeds:
+            table.sparse = False  # gradients, unless make_optimizer asks for it
         update_buffers(self)
 
     def trunk(self, idx, followers, found, ngrams):

@@ -325,6 +325,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
 @pytest.mark.parametrize(
     ("name", "shape", "has_initial_values"),
     [
+        ("shift", (4, 8), False),
         ("blocks.1.mlp.bias", (8,), False),
         ("blocks.1.attn.scale", (2, 1), False),  # one for each head is no matrix
         ("blocks.1.attn.conv", (64, 1, 3), True),  # a convolution is no stack of experts
@@ -338,8 +339,24 @@ def test_a_parameter_of_no_group_or_without_initial_values_is_named(name, shape,
     with pytest.raises(AssertionError, match=re.escape(f"no group for {name} {shape}")):
         train.make_optimizer(model)
     if not has_initial_values:
-        with pytest.raises(AssertionError, match=re.escape(f"['{name}']")):
+        with pytest.raises(AssertionError, match=re.escape(f"sets no {name}")):
             model.init_weights()
+
+
+def test_an_edit_that_adds_a_parameter_leaves_the_initial_values_of_all_others_alone():
+    values = []
+    for seed, edited in ((1, False), (1, True), (2, False)):
+        model, _ = build()
+        if edited:
+            model.blocks[0].attn.register_parameter("aaa", torch.nn.Parameter(torch.ones(8, 8)))
+        torch.manual_seed(seed)
+        model.init_weights()
+        values.append({name: p for name, p in model.named_parameters() if name != "blocks.0.attn.aaa"})
+    assert values[0].keys() == values[1].keys()
+    for name, p in values[0].items():
+        assert torch.equal(p, values[1][name])
+        assert p.unique().numel() == 1 or not torch.equal(p, values[2][name]), "another seed is another draw"
+    assert not torch.equal(values[0]["blocks.0.mlp.c_fc.weight"], values[0]["blocks.1.mlp.c_fc.weight"])
 
 
 def test_a_matrix_is_not_taken_for_one_whose_name_its_own_contains():
