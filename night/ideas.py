@@ -5,10 +5,11 @@ import re
 import statistics
 import subprocess
 from collections import Counter
+from typing import NamedTuple
 
 from harness import Description
 from night.records import curve_of, jump, run_seconds
-from night.rows import ROOT, git, grouped, scores, uncommitted
+from night.rows import ROOT, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
 
@@ -28,6 +29,7 @@ class Idea:
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
         self.changes: list[float] = []  # of val_bpb against the train.py it edited, per shared seed
+        self.paired = True  # else they share no seed
         self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     @property
@@ -58,7 +60,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
         idea.times = times_as_long(idea.seconds, [second for other in edited for second in other.seconds])
         if not idea.changes and idea.scores and before:
-            idea.changes = [idea.score - statistics.mean(before.values())]
+            idea.changes, idea.paired = [idea.score - statistics.mean(before.values())], False
     return found
 
 
@@ -104,9 +106,21 @@ def times_as_long(seconds: list[float], before: list[float]) -> float:
     return statistics.median(seconds) / statistics.median(before) if seconds and before else 1.0
 
 
-def noise(sd: float, pairs: int = 1) -> float:
-    """Two standard errors of the mean difference of `pairs` pairs of runs, if a seed's standard deviation is sd."""
-    return 2 * sd * math.sqrt(2 / max(1, pairs))
+class Noise(NamedTuple):
+    """Standard deviations of val_bpb, 0.0 if unknown: over seeds, and of the rest between runs with one seed."""
+
+    seed: float
+    rest: float
+
+    @classmethod
+    def of(cls, rows: list[dict]) -> "Noise":
+        return cls(*(seed_noise(rows[0], same_seed)[0] for same_seed in (False, True)))
+
+    def band(self, idea: Idea | None = None) -> float:
+        """Two standard errors of an idea's change (default: of one with one seed)."""
+        if idea is None:
+            return 2 * self.rest * math.sqrt(2)
+        return 2 * (self.rest if idea.paired else self.seed) * math.sqrt(2 / max(1, len(idea.changes)))
 
 
 def oddities(idea: Idea, rows: list[dict]) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import harness
 import prepare
 from night import records
-from night.ideas import Idea, ideas, oddities
-from night.rows import place, seed_noise
+from night.ideas import Idea, Noise, ideas, oddities
+from night.rows import place
 from night.show import gain, last_place
 
 DIFF_LINES, HOVER_LINES = 400, 12  # lines of a diff in the table, and in a tooltip
@@ -20,11 +20,11 @@ def page(_=None) -> None:
     from plotly.offline import get_plotlyjs
 
     rows = last_place()
-    found, (sd, _) = ideas(rows), seed_noise(rows[0])
+    found, noise = ideas(rows), Noise.of(rows)
     data = {
         "title": f"{', '.join(place(rows[0]))}: {len(rows)} experiments",
-        "figure": chart(found, sd).to_plotly_json(),
-        "ideas": [entry(number, idea, rows, sd) for number, idea in enumerate(found, start=1)],
+        "figure": chart(found, noise).to_plotly_json(),
+        "ideas": [entry(number, idea, rows, noise) for number, idea in enumerate(found, start=1)],
         "report": prepare.read(harness.RESULTS.with_name("report.md")),
     }
     text = Path(__file__).with_name("page.html").read_text("utf-8")
@@ -39,13 +39,13 @@ def status(idea: Idea) -> str:
     return "near miss" if idea.status == "discard" and (idea.change or 0.0) < 0 else idea.status
 
 
-def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
+def entry(number: int, idea: Idea, rows: list[dict], noise: Noise) -> dict:
     """A row of the table. change is for sorting, gain for display."""
     runs = [points for row in idea.rows if (points := records.curve_of(row))]
     return {
         "no": number, "commit": idea.commit, "subject": idea.subject, "family": idea.family, "status": status(idea),
         "bpb": idea.score or None, "score": f"{idea.score:.4f}" if idea.score else "", "change": idea.change,
-        "gain": gain(idea, sd) if idea.changes else "", "seeds": len(idea.scores), "size": sum(idea.lines),
+        "gain": gain(idea, noise) if idea.changes else "", "seeds": len(idea.scores), "size": sum(idea.lines),
         "lines": "+{} -{}".format(*idea.lines) if idea.diff else "",
         "curves": [{key: [getattr(point, key) for point in points] for key in ("seconds", "loss")} for points in runs],
         "diff": "\n".join(idea.diff.splitlines()[:DIFF_LINES]),
@@ -53,7 +53,7 @@ def entry(number: int, idea: Idea, rows: list[dict], sd: float) -> dict:
     }  # fmt: skip
 
 
-def chart(found: list[Idea], sd: float):
+def chart(found: list[Idea], noise: Noise):
     """Plotly figure: mean val_bpb of each idea's seeds, crashes at the lower edge."""
     import plotly.graph_objects as go
 
@@ -67,7 +67,7 @@ def chart(found: list[Idea], sd: float):
         figure.add_scatter(
             x=[*chosen], y=[min(top, idea.score or low - margin) for idea in chosen.values()], mode="markers",
             marker=dict(color=color, size=9 if name == "keep" else 6, symbol="x" if name == "crash" else "circle"),
-            customdata=[*chosen], hovertext=[hover(idea, sd) for idea in chosen.values()], hoverinfo="text",
+            customdata=[*chosen], hovertext=[hover(idea, noise) for idea in chosen.values()], hoverinfo="text",
             name=f"{len(chosen)} {name}",
         )  # fmt: skip
     best = [min((other.score for other in found[:n] if other.status == "keep"), default=None) for n in numbers]
@@ -80,8 +80,9 @@ def chart(found: list[Idea], sd: float):
     return figure
 
 
-def hover(idea: Idea, sd: float) -> str:
+def hover(idea: Idea, noise: Noise) -> str:
     """A point's tooltip, in HTML."""
-    lines = [f"{idea.commit}  {gain(idea, sd)}", *[idea.subject[i : i + 90] for i in range(0, len(idea.subject), 90)]]
+    subject = [idea.subject[i : i + 90] for i in range(0, len(idea.subject), 90)]
+    lines = [f"{idea.commit}  {gain(idea, noise)}", *subject]
     lines += [line[:100] for line in idea.diff.splitlines()[:HOVER_LINES]]
     return "<br>".join(html.escape(line) for line in lines)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 import harness
 import prepare
 from harness import Description, Label
@@ -104,19 +106,29 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
     return text
 
 
-def seed_noise(row: dict) -> tuple[float, int]:
+def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
-    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included.
+    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included. same_seed: of
+    what remains without each seed's mean, which commits share; needs four degrees of freedom, else as without it.
     """
     gpu, setting, _ = Label.parse(row["gpu"])
     squares = freedom = 0
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
-        for commit in {row["commit"] for row in rows}:
-            if found := scores(good(rows, commit)).values():  # one per seed: repeating a seed may give the same score
-                freedom += len(found) - 1
-                squares += statistics.pvariance(found) * len(found)
+        # one per seed: repeating a seed may give the same score
+        repeated = {commit: scores(good(rows, commit)) for commit in {row["commit"] for row in rows}}
+        runs = [(commit, *run) for commit, found in repeated.items() if len(found) > 1 for run in found.items()]
+        if runs:
+            commits, seeds, bpb = map(np.array, zip(*runs, strict=True))
+            means = commits[:, None] == np.unique(commits)
+            if same_seed:
+                means = np.hstack([means, seeds[:, None] == np.unique(seeds)])
+            fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
+            squares += ((bpb - means @ fit) ** 2).sum()
+            freedom += len(runs) - int(rank)
+    if same_seed and freedom < 4:
+        return seed_noise(row)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
 
 

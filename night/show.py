@@ -8,7 +8,7 @@ from collections import Counter
 
 from harness import Label
 from night import records
-from night.ideas import Idea, ideas, noise, oddities
+from night.ideas import Idea, Noise, ideas, oddities
 from night.rows import commit_of, experiments, grouped, in_history, place, seed_noise, with_error
 from prepare import PrepareError
 
@@ -36,48 +36,49 @@ def last_place(setting: str = "") -> list[dict]:
 
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
-    found, (sd, repeats) = ideas(rows), seed_noise(rows[0])
+    found, noise = ideas(rows), Noise.of(rows)
     kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
     count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
-    if sd:
-        known = f"A seed's standard deviation is {sd:.4f}, by {repeats} repeated runs"
-        lines.append(f"{known}: `~` marks noise, for one seed below {noise(sd):.4f}.")
+    if noise.seed:
+        known = f"A seed's standard deviation is {noise.seed:.4f}, by {seed_noise(rows[0])[1]} repeated runs"
+        known += f", and {noise.rest:.4f} between commits with the same seed" * (noise.rest != noise.seed)
+        lines.append(f"{known}: `~` marks noise, for one seed below {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept.\n"
     )
     families = grouped([idea for idea in found if idea.status != "crash"], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
-    lines += [knob(name, families.pop(name), sd) for name in knobs]
+    lines += [knob(name, families.pop(name), noise) for name in knobs]
     for name, group in sorted(families.items()):
-        lines += [f"\n## {name or 'Unchanged train.py, or not in this clone'}", *entries(group, rows, sd)]
+        lines += [f"\n## {name or 'Unchanged train.py, or not in this clone'}", *entries(group, rows, noise)]
     if crashes := [idea for idea in found if idea.status == "crash"]:
-        lines += ["\n## Crashed", *entries(crashes, rows, sd)]
+        lines += ["\n## Crashed", *entries(crashes, rows, noise)]
     return "\n".join(lines)
 
 
-def knob(name: str, group: list[Idea], sd: float) -> str:
+def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, sd)}" for idea in group)
+    tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, noise)}" for idea in group)
     best = min(group, key=lambda idea: idea.change or 0.0)
     old, new = best.values[name]
-    real = (best.change or 0.0) < -noise(sd, len(best.changes))
+    real = (best.change or 0.0) < -noise.band(best)
     return f"- {name}: {tried}; best {new if real else old}"
 
 
-def gain(idea: Idea, sd: float) -> str:
+def gain(idea: Idea, noise: Noise) -> str:
     """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
     mark = "*" * (idea.status == "keep")
     if not idea.changes:
         return f"{idea.score:.4f}{mark}"
-    near = "~" * (abs(idea.change) < noise(sd, len(idea.changes)))
+    near = "~" * (abs(idea.change) < noise.band(idea))
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
-def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
+def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
     """One line per idea, without the beginning that its subject shares with the one before."""
     lines, before = [], ""
     for idea in group:
@@ -86,7 +87,7 @@ def entries(group: list[Idea], rows: list[dict], sd: float) -> list[str]:
         before = idea.subject
         size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
         notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
-        score = f"{gain(idea, sd)} " * (idea.status != "crash")
+        score = f"{gain(idea, noise)} " * (idea.status != "crash")
         lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
     return lines
 

@@ -200,6 +200,21 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     with pytest.raises(harness.PrepareError, match="no row, 60 s"):
         show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
 
+    # The luck of seeds 1 and 2, 0.01 and 0, is everybody's, but for 0.0005
+    row |= dict(gpu="cpu, report", tokens_M=2.0)
+    for i, name in enumerate("abcde"):
+        for seed, luck in ((1, 0.01 + 0.0005 * (-1) ** i), (2, 0.0)):
+            one = dict(commit=name * 7, description=f"x, seed {seed}")
+            harness.log_result(val_bpb=1.2 + 0.01 * i + luck, **row | one)
+        told = printed(capsys, show.show, revision=None, setting="", md=True)
+        assert ("between commits" in told) == (i == 4), "needs four degrees of freedom"
+    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed: `~` marks" in told
+    assert "for one seed below 0.0011." in told
+    assert "- DEPTH: 3 -> 5 -0.0050; best 5\n" in told, "noise only if each seed had its own luck"
+    other = commit("seed 7 alone, seed 7", 1.295, "LR = 0.1", "LR = 0.3")
+    told = printed(capsys, show.show, revision=None, setting="", md=True)
+    assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"
+
 
 def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", LOG)
