@@ -107,10 +107,10 @@ def times_as_long(seconds: list[float], before: list[float]) -> float:
 
 
 class Noise(NamedTuple):
-    """Standard deviations of val_bpb, 0.0 if unknown: over seeds, and of the rest between runs with one seed."""
+    """Standard deviations of val_bpb; 0.0: unknown."""
 
-    seed: float
-    rest: float
+    seed: float  # over seeds
+    rest: float  # what is left of that between commits with the same seed
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Noise":
