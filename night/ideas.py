@@ -29,7 +29,7 @@ class Idea:
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
         self.changes: list[float] = []  # of val_bpb against the train.py it edited, per shared seed
-        self.paired = True  # else they share no seed
+        self.same_seed = True  # or they share none
         self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     @property
@@ -60,7 +60,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
         idea.times = times_as_long(idea.seconds, [second for other in edited for second in other.seconds])
         if not idea.changes and idea.scores and before:
-            idea.changes, idea.paired = [idea.score - statistics.mean(before.values())], False
+            idea.changes, idea.same_seed = [idea.score - statistics.mean(before.values())], False
     return found
 
 
@@ -116,11 +116,9 @@ class Noise(NamedTuple):
     def of(cls, rows: list[dict]) -> "Noise":
         return cls(*(seed_noise(rows[0], same_seed)[0] for same_seed in (False, True)))
 
-    def band(self, idea: Idea | None = None) -> float:
-        """Two standard errors of an idea's change (default: of one with one seed)."""
-        if idea is None:
-            return 2 * self.rest * math.sqrt(2)
-        return 2 * (self.rest if idea.paired else self.seed) * math.sqrt(2 / max(1, len(idea.changes)))
+    def band(self, pairs: int = 1, same_seed: bool = True) -> float:
+        """Two standard errors of the mean difference of so many pairs of runs."""
+        return 2 * (self.rest if same_seed else self.seed) * math.sqrt(2 / max(1, pairs))
 
 
 def oddities(idea: Idea, rows: list[dict]) -> list[str]:

@@ -65,7 +65,7 @@ def knob(name: str, group: list[Idea], noise: Noise) -> str:
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, noise)}" for idea in group)
     best = min(group, key=lambda idea: idea.change or 0.0)
     old, new = best.values[name]
-    real = (best.change or 0.0) < -noise.band(best)
+    real = (best.change or 0.0) < -noise.band(len(best.changes), best.same_seed)
     return f"- {name}: {tried}; best {new if real else old}"
 
 
@@ -74,7 +74,7 @@ def gain(idea: Idea, noise: Noise) -> str:
     mark = "*" * (idea.status == "keep")
     if not idea.changes:
         return f"{idea.score:.4f}{mark}"
-    near = "~" * (abs(idea.change) < noise.band(idea))
+    near = "~" * (abs(idea.change) < noise.band(len(idea.changes), idea.same_seed))
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
