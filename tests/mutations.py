@@ -734,9 +734,6 @@ SECTIONS = [
     ("The picture", "night/rows.py", ["test_night.py", "-k", "band or later_row"], [
         ('row["status"] != "crash" and not uncommitted(row)]', 'row["status"] != "crash"]'),
         ("commit: scores(good(rows, commit)) for", "commit: dict(enumerate(row['val_bpb'] for row in good(rows, commit))) for"),
-        ("if same_seed and freedom < 4", "if same_seed and freedom < 3"),
-        ("if same_seed and freedom < 4", "if same_seed and freedom < 5"),
-        ("            if same_seed:\n", "            if not same_seed:\n"),
         ("freedom += len(runs) - int(rank)", "freedom += len(runs)"),
         ("math.sqrt(squares / freedom)", "squares / freedom"),
         ('Kind([gpu], setting, row["dataset"], report)', 'Kind([gpu], "", row["dataset"], report)'),
@@ -902,6 +899,11 @@ SECTIONS = [
         ("blobs.get(other.commit, (None,))[0] == parent]", "other.status == 'keep'][:1]"),
         ("fewest < 0.9 * usual", "fewest < 0.8 * usual"),
         ('(line[0] == "+"), idea.lines[1]', '(line[0] == "-"), idea.lines[1]'),
+    ]),
+    ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
+        ("if same_seed and freedom < 4", "if same_seed and freedom < 3"),
+        ("if same_seed and freedom < 4", "if same_seed and freedom < 5"),
+        ("            if same_seed:\n", "            if not same_seed:\n"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or leave_records"], [
         ("< -noise.band(len(best.changes), best.same_seed)", "< 0"),

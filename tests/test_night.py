@@ -640,8 +640,8 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
 @pytest.mark.parametrize("to_beat", [None, 0.0])
 def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    for score in scores:
-        row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x")
+    for seed, score in enumerate(scores):
+        row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description=f"你好 $x, seed {seed}")
         harness.log_result(**row, to_beat=to_beat)
         harness.log_result(**row | {"gpu": "g, report"})
     plot()
