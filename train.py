@@ -275,7 +275,7 @@ class Experts(nn.Module):
         token_at, order = order[:, None] // K, order[:, None]
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
         h = sum_rows(x.reshape(-1, C), token_at, place)  # (B*T*K, C), by expert
-        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # saves memory here
+        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here, to save memory
         return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view(B, T, C)
 
 
@@ -333,7 +333,7 @@ class GPT(nn.Module):
             elif name.endswith("_lambda"):
                 nn.init.constant_(p, X0_LAMBDA if "x0" in name else 1)
             else:  # standard deviation 1/sqrt(n_embd); c_proj is 0: attention and MLPs add nothing yet
-                assert name.startswith("blocks.") and p.ndim > 1 < p.size(-1), f"init_weights sets no {name}: add it"
+                assert name.startswith("blocks.") and p.ndim > 1 and p.size(-1) > 1, f"init_weights sets no {name}"
                 scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for table in self.ngram_embeds:

@@ -110,11 +110,13 @@ class Noise(NamedTuple):
     """Standard deviations of val_bpb; 0.0: unknown."""
 
     seed: float  # over seeds
-    rest: float  # what is left of that between commits with the same seed
+    repeats: int  # degrees of freedom of that
+    rest: float  # what is left of it between commits with the same seed; all of it until enough runs tell
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Noise":
-        return cls(*(seed_noise(rows[0], same_seed)[0] for same_seed in (False, True)))
+        (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
+        return cls(seed, repeats, rest if freedom >= 4 else seed)
 
     def band(self, pairs: int = 1, same_seed: bool = True) -> float:
         """Two standard errors of the mean difference of so many pairs of runs."""

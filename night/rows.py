@@ -110,7 +110,7 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
     Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included. same_seed: of
-    what remains without each seed's mean, which commits share; needs four degrees of freedom, else as without it.
+    what remains without each seed's mean, which commits share.
     """
     gpu, setting, _ = Label.parse(row["gpu"])
     squares = freedom = 0
@@ -127,8 +127,6 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
             fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
             squares += ((bpb - means @ fit) ** 2).sum()
             freedom += len(runs) - int(rank)
-    if same_seed and freedom < 4:
-        return seed_noise(row)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from harness import Label
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import commit_of, experiments, grouped, in_history, place, seed_noise, with_error
+from night.rows import commit_of, experiments, grouped, in_history, place, with_error
 from prepare import PrepareError
 
 
@@ -44,7 +44,7 @@ def about_night(rows: list[dict]) -> str:
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
     if noise.seed:
-        known = f"A seed's standard deviation is {noise.seed:.4f}, by {seed_noise(rows[0])[1]} repeated runs"
+        known = f"A seed's standard deviation is {noise.seed:.4f}, by {noise.repeats} repeated runs"
         known += f", and {noise.rest:.4f} between commits with the same seed" * (noise.rest != noise.seed)
         lines.append(f"{known}: `~` marks noise, for one seed below {noise.band():.4f}.")
     lines.append(

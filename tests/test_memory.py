@@ -214,7 +214,8 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     other = commit("seed 7 alone, seed 7", 1.295, "LR = 0.1", "LR = 0.3")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
     assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"
-    assert ideas.Noise(0.02, 0.01).band(4) == pytest.approx(ideas.Noise(0.02, 0.01).band() / 2), "the mean of four"
+    noise = ideas.Noise(0.02, 6, 0.01)
+    assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
 
 def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):

@@ -60,7 +60,7 @@ def without(text: str, names: list[str]) -> str:
 
 
 def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Change]:
-    """What each mechanism is worth. measure: as night.attribute.decide's, and it also takes each run's seed."""
+    """What each mechanism is worth. measure: as decide's, but may be given the runs' seeds."""
     changes = [Change(name, 0) for name in names]
     if one_by_one:
         plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (len(SEEDS), 1))  # first of each seed: the full file
@@ -82,12 +82,12 @@ def main() -> None:
     text = read_train(full).decode()
 
     def measure(plan: np.ndarray, first: int, seeds: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        seeds = np.arange(1001 + first, 1001 + first + len(plan)) if seeds is None else seeds
         runs = []
-        for i, row in enumerate(plan):
+        for i, (row, seed) in enumerate(zip(plan, seeds.tolist(), strict=True), start=first):
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
-            commit = commit_train(full, version, subject, f"ablation/{first + i}")
-            runs.append((commit, int(seeds[i]) if seeds is not None else 1001 + first + i))
+            runs.append((commit_train(full, version, subject, f"ablation/{i}"), seed))
         return plan, score_runs(trainer, runs)
 
     changes = effects(names, measure, one_by_one)
