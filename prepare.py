@@ -361,12 +361,14 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """VAL_FILE is val. TEST_FILE is test; without one, test is the last 5%, taken from train."""
+    """VAL_FILE is val, TEST_FILE test. Without that, test is the last 5% of train, or its last file if that is less."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
         start = max(0, counts[-2] - max(1, sum(counts) // 20))
-        train, test = [*train, (test[0], 0, start)], (test[0], start, counts[-2])
+        if start or not train:  # else that file is smaller than 5%
+            train.append((test[0], 0, start))
+        test = test[0], start, counts[-2]
     return [test, val, *train[:num_shards]]
 
 

@@ -618,6 +618,8 @@ SECTIONS = [
         ("max(1, count // 20)", "count // 20"),
         ("(stdlib, test, val), (stdlib, val, None)", "(stdlib, test, val), (stdlib, val + 1, None)"),
         ("(path.name == VAL_FILE, path.name == TEST_FILE)", "(path.name == TEST_FILE, path.name == VAL_FILE)"),
+        ("if start or not train:", "if True:"),
+        ("if start or not train:", "if start:"),
         ("{VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}", "{VAL_FILE} <= {path.name for path in parquet}"),
         ("(TEST_FILE, VAL_FILE, *train)", "(VAL_FILE, TEST_FILE, *train)"),
         ("cuts = [0, 10_000,", "cuts = [0, 9_000,"),

@@ -106,8 +106,11 @@ def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_t
     assert splits_of(prepare.prepare(str(tmp_path / "data"))) == expected
     fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
     assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
-    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than the test split takes
-    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: .*give more"):
+    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than 5%: all of it is test
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    assert splits == {"train": numbered(0, 90), "test": numbered(90, 95), "val": numbered(200, 380)}
+    (tmp_path / "data" / "shard_00000.parquet").unlink()
+    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*give more"):
         prepare.prepare(str(tmp_path / "data"))
 
 
