@@ -101,8 +101,9 @@ def guard(
     log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
+    end, early, signals = b"", [], []
+    harness.handle_signals(lambda number, _: early.append(number))  # until there is a child to pass them on to
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    end, signals = b"", []
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     child = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
@@ -129,7 +130,9 @@ def guard(
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, limit)
     if os.getppid() != parent:
-        stop(signal.SIGTERM)
+        early.append(signal.SIGTERM)
+    if early and not signals:
+        stop(early[0])
     reader = threading.Thread(target=read_output)
     reader.start()
     code = child.wait()

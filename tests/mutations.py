@@ -697,7 +697,7 @@ SECTIONS = [
         ('Path(night_record()["row"]).write_text(line, "utf-8")', "pass"),
         ('if "commit" in record:', "if False:"),
     ]),
-    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or whatever_changes"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
         ("self.dataset = args.setting, prepare.dataset_id()", "self.dataset = args.setting, None"),
         ("self.needed and not os.fstat", "self.needed and os.fstat"),
         ("not os.fstat(self.copy).st_size", "not [row for row in harness.read_results() if row['commit'] == self.record['commit']]"),
@@ -710,6 +710,8 @@ SECTIONS = [
         ("signals[0] if signals else 0", "signals[-1] if signals else 0"),
         ("signal.SIGKILL if number == signal.SIGALRM else number", "number"),
         ("if os.getppid() != parent:", "if True:"),
+        ("harness.handle_signals(lambda number, _: early.append(number))", "pass"),
+        ("if early and not signals:", "if not signals and False:"),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
         ("f\"/proc/{os.getpid()}/fd/{self.copy}\"", "f\"/proc/{os.getppid()}/fd/{self.copy}\""),
         ("line {lines[-1]}", "line {lines[0]}"),

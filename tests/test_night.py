@@ -269,6 +269,23 @@ def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, gu
     assert [row["description"] for row in night.rows()] == [f"idea [{reason}]"]
 
 
+def test_a_guard_passes_on_a_signal_that_comes_before_its_child_has_started():
+    script = """\
+import os, signal
+from night import run
+
+def prctl(option, value, of_the_system=run.prctl):
+    of_the_system(option, value)
+    if (option, value) == (run.PR_SET_PDEATHSIG, signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run.prctl = prctl
+code, ended_by, _ = run.guard(["sleep", "99"], 60, os.getppid(), os.devnull)
+print(-code == ended_by == signal.SIGTERM)
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "True\n"
+
+
 def test_exit_status_options_and_output_are_those_of_train_py(night):
     night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
     process = night.start("python -m night run --seed 5 --limit 60")
