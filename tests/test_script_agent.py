@@ -1,0 +1,21 @@
+"""The agent that is a script: its edits still fit train.py, and it proposes nothing twice."""
+
+import random
+from pathlib import Path
+
+from script_agent import EDITS, propose
+
+import harness
+
+TRAIN = Path(harness.__file__).with_name("train.py").read_bytes()
+
+
+def test_two_hundred_proposals_are_new_each_and_compile():
+    random.seed(1)
+    prompt, found = "", {TRAIN}
+    for _ in range(200):
+        what, text = propose(TRAIN, prompt)
+        compile(text, "train.py", "exec")
+        assert what not in prompt and text not in found
+        prompt, found = f"{prompt}\n- {what}", found | {text}
+    assert all(what in prompt for what in EDITS)
