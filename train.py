@@ -21,22 +21,21 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
-import prepare
 from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
-from prepare import TIME_BUDGET, VOCAB_SIZE, make_dataloader
+from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, TokenStream, make_dataloader
 
 # ---- Hyperparameters; sizes by GPU are in SIZES
 
 ROPE_BASE = 200_000        # of the rotary embedding
 SOFTCAP = 12.0             # of the logits, or None
-INIT_SCALE = 0.68          # of the uniform init of the matrices, relative to 1/sqrt(n_embd)
+INIT_SCALE = 0.68          # standard deviation of the matrices at init, times 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # n-grams that have embeddings
-X0_LAMBDA = 1.0            # of the first hidden states in every other block; near 0, rounding decides its sign
-FOUR_BIT = False           # matrices of attention and MLPs, not of experts, as NF4 with fp32 masters
+X0_LAMBDA = 1.0            # initial scale of x0 in every other block; near 0, rounding errors would pick its sign
+FOUR_BIT = False           # attention and MLP matrices (not experts) in NF4, with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5      # times that for experts, which see few tokens each
-EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; for width 768, scaled by width^-1/2)
+EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; at width 768, else times sqrt(768 / width))
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
 UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
@@ -44,7 +43,7 @@ X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ROUTER_LR = 0.003          # routers of the experts (AdamW)
-BALANCE_RATE = 0.01        # step of an expert's bias: up with too few tokens, else down
+BALANCE_RATE = 0.01        # step of an expert's routing bias: up if it got too few tokens, else down
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -63,13 +62,13 @@ class Config:
     n_embd: int             # of the residual stream
     head_dim: int
     seq_len: int            # tokens
-    window: int             # earlier tokens that most heads see
-    full_heads: int         # heads that see the whole context, in the last of every four layers
-    device_batch_size: int  # sequences in one forward and backward; halved when memory runs out
+    window: int             # earlier tokens that most heads see; SDPA: length of its pieces
+    full_heads: int         # heads with the whole context, in every fourth layer from the last
+    device_batch_size: int  # sequences in one forward and backward; fewer when memory runs out
     total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
     ngram_rows: int         # in each table of n-gram embeddings
-    num_experts: int = 0    # beside an MLP of half the width; 0: one MLP for all tokens
-    experts_per_token: int = 1  # of widths that sum to that MLP's
+    num_experts: int = 0    # next to an MLP of half the width; 0: only an MLP of full width
+    experts_per_token: int = 1  # each of width 2 * n_embd / this
     vocab_size: int = VOCAB_SIZE
 
 
@@ -89,7 +88,7 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
     if gpu.capability is None:
         return torch.float32, "sdpa"
     if gpu.capability < (7, 0):
-        raise prepare.PrepareError(f"compute capability {gpu.capability} is below 7.0: use --gpu cpu")
+        raise PrepareError(f"compute capability {gpu.capability} is below 7.0: use --gpu cpu")
     if gpu.capability < (8, 0):
         return torch.float16, "sdpa"
     return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
@@ -105,8 +104,10 @@ def pick_size(gpu: harness.GPU) -> Config:
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more from each token."""
+    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more per token."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
+    if scale == 1:
+        return config
     total_batch_size = max(config.seq_len, int(config.total_batch_size * scale))
     device_batch_size = math.gcd(config.device_batch_size, total_batch_size // config.seq_len)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
@@ -183,7 +184,7 @@ def fa2(q, k, v, window, shift):
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the sequence is cut into pieces of `window` tokens, each of which sees itself only.
 
-    Zeros in front shift every other layer's cuts, so that information crosses them. They are an attention sink, too.
+    Zeros in front shift every other layer's cuts, so that information crosses them. They also act as an attention sink.
     """
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
@@ -199,7 +200,7 @@ def attention(kind):
     """Causal attention of q, k and v (B, T, H, D). With fa3 and fa2 a token sees `window` earlier ones."""
     if kind == "fa3":
         flash = harness.load_fa3()
-        # contiguous() is fused here; FA3 may copy twice
+        # here Inductor fuses contiguous(); FA3 would copy
         return lambda q, k, v, window, shift: flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
     return {"fa2": fa2, "sdpa": sdpa}[kind]
 
@@ -208,31 +209,29 @@ class Attention(nn.Module):
     def __init__(self, config, i, kind):
         super().__init__()
         C, D, self.attend = config.n_embd, config.head_dim, attention(kind)
-        self.n_head, self.head_dim = C // D, D
-        self.full_heads = config.full_heads * (i % 4 == 0)  # the first ones; they see the whole context
-        self.window = min(config.window, config.seq_len)  # earlier tokens that the others see
-        self.shift = i % 2 * self.window // 2  # of the pieces of `sdpa`, in tokens
+        self.n_head = C // D
+        self.full_heads = config.full_heads * (i % 4 == 0)  # the first heads: whole context
+        self.window = min(config.window, config.seq_len)  # of the other heads
+        self.shift = i % 2 * self.window // 2  # where `sdpa` cuts, in tokens
         assert C == self.n_head * D and self.full_heads <= self.n_head, config
         assert kind != "sdpa" or config.seq_len % self.window == 0, f"SDPA cuts whole pieces: {config}"
         self.c_qkv, self.c_proj = block_linear(C, 3 * C), block_linear(C, C)
         self.value_embed = nn.Embedding(config.vocab_size, C) if i % 2 == 0 else None
         self.gate = Linear(32, self.n_head * (2 if self.value_embed else 1))  # of the first 32 channels
-        self.register_buffer("shifted", torch.arange(D) % (D // 2) >= D // 4, persistent=False)  # the slow frequencies
+        self.register_buffer("shifted", torch.arange(D) % (D // 2) >= D // 4, persistent=False)  # low frequencies
 
     def forward(self, x, idx, cos, sin):
-        B, T, C = x.shape
-        H, D = self.n_head, self.head_dim
-        q, k, v = self.c_qkv(x).view(B, T, 3, H, D).unbind(2)  # 3 x (B, T, H, D)
+        T, H = x.size(1), self.n_head
+        q, k, v = self.c_qkv(x).unflatten(-1, (3, H, -1)).unbind(2)  # 3 x (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
         if self.value_embed is not None:
-            v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view(B, T, H, D)
+            v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view_as(v)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of each key is the previous token's: one layer can find what followed a token
+        # Half of each key comes from the previous token: an induction head in one layer
         k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        full, rest = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)))
-        heads = ((full, T), (rest, self.window))
-        y = torch.cat([self.attend(*qkv, window, self.shift) for qkv, window in heads if qkv[0].numel()], 2)
-        return self.c_proj((y * gate[:, :, :H]).reshape(B, T, C))
+        parts = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)), (T, self.window))
+        y = torch.cat([self.attend(q, k, v, window, self.shift) for q, k, v, window in parts if q.numel()], 2)
+        return self.c_proj((y * gate[:, :, :H]).flatten(2))
 
 
 def leaky_relu_squared(x):
@@ -250,8 +249,8 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLP's other half: many small ones, of which a router picks some for each token. No token is dropped, no loss
-    balances the load: experts with less than their share gain in bias (https://arxiv.org/abs/2408.15664)."""
+    """The MLP's other half: many small MLPs; a router picks some for each token. No token is dropped, and no auxiliary
+    loss: experts with too few tokens gain in bias (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
         super().__init__()
@@ -261,33 +260,32 @@ class Experts(nn.Module):
         self.router = Linear(C, E)
         self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))
         self.register_buffer("bias", torch.zeros(E))
-        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
+        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step, evaluation's too
 
     def forward(self, x):
-        B, T, C = x.shape
         K, E = self.experts_per_token, len(self.bias)
-        score = torch.sigmoid(self.router(x)).view(B * T, E)
+        score = torch.sigmoid(self.router(x)).view(-1, E)  # (B*T, E)
         expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # topk is no Triton kernel
-        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # few bits sort fast
+        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # a radix sort: fewer bits are faster
         ends = torch.searchsorted(ranked.long(), torch.arange(E, device=x.device), right=True, out_int32=True)
         self.load += ends.diff(prepend=ends.new_zeros(1))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, K)
         token_at, order = order[:, None] // K, order[:, None]
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
-        h = sum_rows(x.reshape(-1, C), token_at, place)  # (B*T*K, C), by expert
+        h = sum_rows(x.flatten(0, 1), token_at, place)  # (B*T*K, C), by expert
         h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here, to save memory
-        return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view(B, T, C)
+        return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view_as(x)
 
 
 class Block(nn.Module):
-    """i: how many blocks follow it. Another depth changes the first blocks and leaves the others alone."""
+    """i counts from the last block (0), so a deeper model adds its blocks in front."""
 
     def __init__(self, config, i, kind):
         super().__init__()
         self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
-        self.residual_lambda = nn.Parameter(torch.empty(()))  # scale of the residual stream into this block
-        self.x0_lambda = nn.Parameter(torch.empty(())) if self.attn.value_embed else None  # of x0
+        self.residual_lambda = nn.Parameter(torch.empty(()))  # of the residual stream
+        self.x0_lambda = nn.Parameter(torch.empty(())) if i % 2 == 0 else None  # of x0
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
@@ -299,7 +297,7 @@ class Block(nn.Module):
         return x if self.experts is None else x + self.experts(h)
 
 
-@functools.cache  # all steps share one
+@functools.cache  # each function once
 def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -314,38 +312,39 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
-        angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D/2)
-        cos, sin = angles.cos().repeat(1, 1, 2), torch.cat([angles.sin(), -angles.sin()], -1)  # (T, 1, D)
-        self.register_buffer("cos", cos.to(dtype), persistent=False)
-        self.register_buffer("sin", sin.to(dtype), persistent=False)
+        inverse_freq = torch.cat([inverse_freq, -inverse_freq])  # (D,)
+        angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D)
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     @torch.no_grad()
     def init_weights(self) -> None:
         seed, bound = torch.initial_seed(), (3 / self.config.n_embd) ** 0.5
         for name, p in self.named_parameters():
-            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # so no edit changes another's luck
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a new parameter changes no other's
             if name == "embed.weight":
                 nn.init.normal_(p)
             elif name == "lm_head.weight":
                 nn.init.normal_(p, std=0.001)
             elif name.startswith(("ngram_embeds.", "induction_embed.")):
                 nn.init.zeros_(p)
-            elif name.endswith("_lambda"):
+            elif name.endswith((".x0_lambda", ".residual_lambda")):
                 nn.init.constant_(p, X0_LAMBDA if "x0" in name else 1)
-            else:  # standard deviation 1/sqrt(n_embd); c_proj is 0: attention and MLPs add nothing yet
+            else:  # standard deviation scale / sqrt(n_embd); c_proj is 0: blocks start as the identity
                 assert name.startswith("blocks.") and p.ndim > 1 and p.size(-1) > 1, f"init_weights sets no {name}"
-                scale = 0 if "c_proj" in name or "attn.gate." in name else 1 if "embed" in name else INIT_SCALE
+                zero = "c_proj" in name.split(".") or "attn.gate." in name
+                scale = 0 if zero else 1 if "embed" in name else INIT_SCALE
                 nn.init.uniform_(p, -bound * scale, bound * scale)
         for table in self.ngram_embeds:
-            table.sparse = False  # gradients, unless make_optimizer asks for it
+            table.sparse = False  # make_optimizer may turn it on
         update_buffers(self)
 
     def trunk(self, idx, followers, found, ngrams):
-        """Tokens, followers and found (B, T), n-grams' embeddings (B, T, C) each, to the last hidden states."""
+        """Tokens, followers, found (B, T) and one (B, T, C) per n-gram table to the final hidden states (B, T, C)."""
         # cast first: no fp32 (B, T, C)
         embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
         x = F.embedding(idx, embed) + sum(ngrams)
-        # where(): a lookup would add most gradients to the last row, one by one
+        # where(), not a lookup: most gradients would be atomic adds to the last row
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
         x = x0 = norm(x)
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
@@ -354,12 +353,12 @@ class GPT(nn.Module):
         return norm(x)
 
     def compile_trunk(self) -> None:
-        torch.compiler.config.cache_key_tag = str(BACKENDS)  # set in forward(), where the caches do not look
+        torch.compiler.config.cache_key_tag = str(BACKENDS)  # the cache key does not see sdpa_kernel()
         self.trunk = functools.partial(compiled(GPT.trunk), self)  # not a bound method: copies would share it
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
-        # enable_grad: evaluation runs what training has compiled
+        # enable_grad: evaluation reuses training's compiled graph
         with torch.enable_grad(), sdpa_kernel(BACKENDS[2 * (self.dtype == torch.float16) :], set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         assert x.dtype == self.dtype, f"an fp32 tensor makes activations {x.dtype}: cast it to x.dtype"
@@ -369,7 +368,7 @@ class GPT(nn.Module):
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
 
     def flops_per_token(self) -> float:
-        """As nanochat and autoresearch count: 6 per matrix weight, 12 per channel and key."""
+        """As in nanochat: 6 per active matrix weight, 12 * head_dim per head and key in its window."""
         tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
         active = self.config.experts_per_token / max(1, self.config.num_experts)  # share of the experts
         weights = sum(p.numel() * (active if p.ndim == 3 else 1) for p in {*self.parameters()} - tables if p.ndim > 1)
@@ -380,7 +379,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def update_buffers(model):
-    """After each step: 4-bit codes follow weights, experts with less than their share of tokens gain in bias."""
+    """After each step: requantizes 4-bit weights; experts with too few tokens gain in bias, others lose."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.requantize_()
@@ -414,7 +413,7 @@ POLAR_EXPRESS = [
 
 
 def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
-    """Gradients (n, R, C), with Nesterov's momentum, to matrices of spectral norm below 1. rate: 1 - momentum."""
+    """Gradients (n, R, C) to Nesterov's momentum, scaled to a spectral norm below 1. rate: 1 - momentum."""
     grad = torch.where(rate > 0, grad / loss_scale, 0)
     momentum_buffer.lerp_(grad, rate)
     update = momentum_buffer.lerp(grad, rate)
@@ -438,31 +437,31 @@ def muon_update(p, update, scale, lr, decay):
 
 
 def as_stack(t):
-    """View of a matrix (R, C), or of one per expert (E, R, C), as what Muon orthogonalizes: (n, R, C) with R >= C.
+    """View of a matrix (R, C), or of one per expert (E, R, C), as Muon's stack (n, R, C) with R >= C.
 
-    Wide matrices are transposed. One with sides 1 : k is k squares, so q, k and v count separately.
+    Wide matrices are transposed. (kC, C) becomes k squares: q, k and v are orthogonalized separately.
     """
     wide = t.size(-2) < t.size(-1)
-    squares = max(t.shape[-2:]) % min(t.shape[-2:]) == 0 and not (wide and t.ndim == 3)  # else no view
+    squares = max(t.shape[-2:]) % min(t.shape[-2:]) == 0 and not (wide and t.ndim == 3)  # would need a copy
     t = t.view(-1, *t.shape[-2:])
     t = t.mT if wide else t
     return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if squares else t
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW; for groups of kind 'muon', matrices whose stacks have one shape, Muon; for 'sparse' ones row_adam_.
+    """AdamW, but Muon for groups of kind 'muon' (stacks of one shape), row_adam_ for groups of kind 'sparse'.
 
     Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal matrix, so
-    that all directions learn at one rate. No step waits for the GPU.
+    that all directions learn at the same rate. step() never waits for the GPU.
     """
 
     def __init__(self, groups: list[dict], dtype: torch.dtype):
-        super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler leaves unscaling and skipping to step()
+        super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler lets step() unscale and skip
         self.dtype = dtype  # of Newton-Schulz
-        self.device = self.param_groups[0]["params"][0].device
-        self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
-        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets both beforehand
-        self.tables = {}  # by group; GradScaler must not see them, as it would wait for the GPU to sum their rows
+        device = self.param_groups[0]["params"][0].device
+        self.num_skipped, self.found_inf = (torch.zeros((), device=device) for _ in range(2))
+        self.grad_scale = torch.ones((), device=device)  # GradScaler sets both beforehand
+        self.tables = {}  # by group; hidden from GradScaler, which would coalesce sparse gradients: a sync
         for i, group in enumerate(self.param_groups):
             params = group["params"]
             if group["kind"] == "muon":
@@ -486,10 +485,10 @@ class MuonAdamW(torch.optim.AdamW):
                 self.step_muon(group, 1 - self.found_inf)
             elif group["kind"] == "sparse":
                 self.step_tables(self.tables[i], group)
-        super().step()  # of what still has gradients
+        super().step()  # Muon and row_adam_ have set their gradients to None
 
     def step_muon(self, group, live):
-        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
+        wrap = compiled if self.num_skipped.is_cuda else (lambda f: f)
         scale, momentum_buffer = group["state"]
         lr, decay, rate = (live * x for x in (group["lr"], group["weight_decay"], 1 - group["momentum"]))
         stacks, grads = [], []
@@ -512,7 +511,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter goes to the group named in its name, any other matrix of a block to Muon."""
+    """A parameter whose name contains a group's key goes there, any other matrix of a block to Muon."""
     wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
@@ -536,7 +535,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
             key = f"{lr} {tuple(as_stack(p).shape[1:])}"  # one shape per group
             groups.setdefault(key, group(lr, weight_decay=MATRIX_DECAY, kind="muon"))
         assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
-        groups[key]["params"] += [p] * p.requires_grad  # decay would move a frozen one
+        groups[key]["params"] += [p] * p.requires_grad  # not frozen ones: decay would move them
     for table in model.ngram_embeds:
         table.sparse = groups["ngram_embeds"]["kind"] == "sparse"  # gradients of touched rows only
     return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
@@ -589,14 +588,14 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
-    epoch_tokens, epochs_left = len(prepare.TokenStream(tokenizer, "train")), math.nan
+    epoch_tokens, epochs_left = len(TokenStream(tokenizer, "train")), math.nan
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress())
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
         before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
-        if epochs_left < before:  # with whole epochs left, tables start over: no text comes twice
+        if epochs_left < before:  # whole epochs left: zero the tables, so that they see no text twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:

@@ -135,8 +135,7 @@ def test_sizes_that_ship_divide(config):
 def test_sizes_that_cannot_be_are_refused_with_their_values(sizes, reason):
     config = dataclasses.replace(TINY, **sizes)
     with pytest.raises(AssertionError, match="^" + ".*".join([reason, *(f"{k}={v}," for k, v in sizes.items())])):
-        train.scale_batch(config, 300)
-        train_on(*build(config))
+        train_on(*build(train.scale_batch(config, 300)))
 
 
 @pytest.mark.parametrize(
@@ -327,6 +326,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
     [
         ("shift", (4, 8), False),
         ("blocks.1.mlp.bias", (8,), False),
+        ("blocks.1.skip_lambda", (), False),  # may have to start at 0
         ("blocks.1.attn.scale", (2, 1), False),  # one for each head is no matrix
         ("blocks.1.attn.conv", (64, 1, 3), True),  # a convolution is no stack of experts
         ("blocks.1.experts.shift", (4, 8), True),
@@ -362,7 +362,9 @@ def test_an_edit_that_adds_a_parameter_leaves_the_initial_values_of_all_others_a
 def test_a_matrix_is_not_taken_for_one_whose_name_its_own_contains():
     model, _ = build()
     attn, mlp = model.blocks[1].attn, model.blocks[1].mlp
-    new = mlp.embed_proj, mlp.gate, attn.gate_proj, attn.router_q = [train.Linear(64, 64) for _ in range(4)]
+    new = mlp.embed_proj, mlp.gate, mlp.c_proj_in, attn.gate_proj, attn.router_q = [
+        train.Linear(64, 64) for _ in range(5)
+    ]
     model.init_weights()
     muon = {p for group in train.make_optimizer(model).param_groups if group["kind"] == "muon" for p in group["params"]}
     for linear in new:

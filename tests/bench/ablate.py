@@ -33,7 +33,7 @@ EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more 
     "value embeddings": ("if self.value_embed is not None:\n            v", "if False:\n            v"),
     "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),
     "decay of value embeddings": ("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  "),
-    "head gates": ("(y * gate[:, :, :H]).reshape", "y.reshape"),
+    "head gates": ("(y * gate[:, :, :H]).flatten", "y.flatten"),
     "residual lambdas": ("x = self.residual_lambda * x ", "x = x "),
     "shifted half keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
     "shifted pieces": ("self.shift = i % 2 * self.window // 2", "self.shift = 0"),

@@ -23,7 +23,7 @@ EDITS = {
     "5-grams, too": ("NGRAMS = (2, 3, 4)", "NGRAMS = (2, 3, 4, 5)"),
     "no softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
     "no shifted keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
-    "no head gates": ("(y * gate[:, :, :H]).reshape", "y.reshape"),
+    "no head gates": ("(y * gate[:, :, :H]).flatten", "y.flatten"),
     "no QK-norm": ("rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)", "rotate(q, cos, sin), rotate(k, cos, sin)"),
     "value embeddings and x0 in every block": ("C) if i % 2 == 0 else None", "C)"),
     "value embeddings without gates": ("v + gate[:, :, H:] * F", "v + F"),
