@@ -38,7 +38,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     either = budget.add_mutually_exclusive_group()
     either.add_argument("--seconds", type=duration, help="training budget, instead of five minutes")
     either.add_argument("--tokens", type=positive, help="training budget in tokens")
-    budget.add_argument("--gpu", metavar="NAME", help="use another GPU's numerics and model size")
+    names = dict(choices=[*harness.GPUS, "cpu"], metavar="NAME")
+    budget.add_argument("--gpu", **names, help="use another GPU's numerics and model size")
     limit = argparse.ArgumentParser(add_help=False)
     text = f"kill a run after this ({LIMIT} x --per-gpu, plus --seconds above {prepare.TIME_BUDGET})"
     limit.add_argument("--limit", type=duration, metavar="SECONDS", help=text)
@@ -63,11 +64,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--discard", action="store_true", help="set all its rows to discard instead")
     add = command(wave, many, again, help="train each git revision's train.py on a GPU of its own, all at once")
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
-    numbers = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N,...")
-    add("--seeds", **numbers, help="train each revision once with each of these seeds")
+    add("--seeds", type=integers, metavar="N,N,...", help="train each revision once with each of these seeds")
     add = command(tune, many, help="search train.py's constants, alongside an agent or as its control")
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
-    add("--runs", type=positive, default=30, metavar="N", help="in all, interrupted ones included (30)")
+    add("--runs", type=positive, default=30, metavar="N", help="trials in the study, earlier ones included (30)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
     add("--list", action="store_true", help="only print the knobs and their ranges")
     add("--with-agent", action="store_true", help="follow the commits that the night keeps meanwhile")
@@ -81,7 +81,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--hours", type=float, default=8.0, help="length of the night (8)")
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
     add("--patience", type=positive, metavar="N", help="end after this many without a gain")
-    text = "wait after a refused proposal; three, seven, ... times that after more in a row (30)"
+    text = "pause after a refused proposal (30); after the second, third, ... in a row 3, 7, ... times as long"
     add("--pause", type=float, default=30, metavar="SECONDS", help=text)
     add("--report", action="store_true", help="write a report at the end")
     add = command(report, many, again, help="how much of the night's gain was luck?")
@@ -113,6 +113,10 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return int(text)
+
+
+def integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def duration(text: str) -> float:

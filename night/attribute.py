@@ -14,7 +14,7 @@ import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
-from night.rows import branch, git, good, revisions, scores, seed_noise
+from night.rows import ATTRIBUTION_SEEDS, branch, git, good, revisions, scores, seed_noise
 from night.wave import Trainer, run_of
 from prepare import PrepareError
 
@@ -39,8 +39,8 @@ class Change:
 def halves(count: int) -> np.ndarray:
     """Which changes each run leaves out, bool (runs, count): each in half of the runs, any two together in a quarter.
 
-    runs is the smallest power of two that leaves at least four degrees of freedom. Up to runs / 2 changes, no effect is
-    confounded with an interaction of two others (a design of resolution IV).
+    runs is the smallest power of two that leaves at least four degrees of freedom. With up to runs / 2 changes, no
+    effect is confounded with an interaction of two others (a design of resolution IV).
     """
     from scipy.linalg import hadamard
 
@@ -115,7 +115,7 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
         for i, wanted in enumerate(plan):
             dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
             done[i, [change - 1 for change in dropped]] = True
-            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), 1001 + first + i))
+            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), ATTRIBUTION_SEEDS + first + i))
         return done, train(runs)
 
     decide(changes, measure, *seed_noise(kept[-1]))
@@ -123,13 +123,14 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
-        lines.append(f"| {change.name} | {change.lines:+d} | {numbers} | {change.verdict} |")
+        name = change.name.replace("|", r"\|")
+        lines.append(f"| {name} | {change.lines:+d} | {numbers} | {change.verdict} |")
     return "\n".join([*lines, "", prune(files, kept[-1], changes, f"{night}-pruned", train)])
 
 
 def lineage(kept: list[dict]) -> list[dict]:
     """The last row, preceded by rows each of whose commits is an ancestor of the next: a change is what one adds to the
-    one before. Of two ideas tried on the same commit and then merged, this has the later one and the merge."""
+    one before. If two ideas from the same commit were merged, this has only the later one and the merge."""
     line = kept[-1:]
     for row in reversed(kept):
         commit, after = row["commit"], line[0]["commit"]
@@ -146,12 +147,13 @@ def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
     return np.array(found, float)
 
 
-def possible(files: list[bytes], wanted: list[int]) -> set[int]:
-    """The wanted changes, numbered from 1, that can be left out together, plus later ones that must go with them."""
+def possible(files: list[bytes], wanted: list[int], others: bool = True) -> set[int]:
+    """The wanted changes, numbered from 1, that can be left out together, plus later ones that must go with them
+    (if `others` may be left out, too)."""
     dropped: set[int] = set()
     for i in wanted:
         for more in ({i}, group(files, i)):
-            if without(files, dropped | more) is not None:
+            if (others or more <= {*wanted}) and without(files, dropped | more) is not None:
                 dropped |= more
                 break
     return dropped
@@ -175,12 +177,13 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     margin = MARGIN * seed_noise(last)[0]
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
-        dropped = {i for i in possible(files, idle) if i in idle}
-        if not dropped or (pruned := without(files, dropped)) is None:
+        if not (dropped := possible(files, idle, others=False)):
             continue
+        pruned = without(files, dropped)
         commits = full, build(files, dropped, full, ref)
         found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
-        worse = np.nanmean(found[1::2, 0] - found[::2, 0])  # NaN: a run crashed
+        costs = found[1::2, 0] - found[::2, 0]  # NaN: a run crashed
+        worse = math.inf if np.isnan(costs).all() else np.nanmean(costs)
         numbers = f"({worse:+.4f}, margin {margin:.4f})"
         if worse <= margin:
             size = files[-1].count(b"\n") - pruned.count(b"\n")

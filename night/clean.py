@@ -35,6 +35,6 @@ def clean(args: argparse.Namespace) -> None:
 
 def abandoned() -> list[Path]:
     """This user's temporary folders whose process has ended: checkouts, and Ray's sessions."""
-    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.owner() == Path("/proc/self").owner()]
+    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.stat().st_uid == os.getuid()]
     owners = {path: re.match(rf"{SCRATCH}(\d+)-", path.name) for path in sorted(found)}
     return [path for path, owner in owners.items() if owner and not Path("/proc", owner[1]).exists()]

@@ -11,8 +11,8 @@ from night.rows import git, git_bytes
 def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str) -> str:
     """Commits `text` as train.py on `parent`, as branch `ref`; returns the 7-digit hash.
 
-    The date is the parent's, so the same text gives the same commit. With `merged`, more parents, `ref` must still be
-    at `parent`."""
+    The date is the parent's, so the same text gives the same commit. merged: further parents, for a merge;
+    then `ref` must still point to `parent`."""
     date = git("show", "-s", "--format=%cI", parent)
     with tempfile.TemporaryDirectory() as folder:
         env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
@@ -57,7 +57,7 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
 
 
 def group(files: list[bytes], i: int) -> set[int]:
-    """Change i, with later ones that must go with it: none, or else one, or else all up to some j."""
+    """Change i and the later changes that must go with it: preferably none, else one, else all up to some j."""
     later = range(i + 1, len(files))
     for dropped in [{i}, *({i, j} for j in later), *(set(range(i, j + 1)) for j in later)]:
         if without(files, dropped) is not None:

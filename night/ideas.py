@@ -28,8 +28,8 @@ class Idea:
         self.diff, self.lines = "", (0, 0)  # lines added, removed
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
-        self.changes: list[float] = []  # of val_bpb against the train.py it edited, per shared seed
-        self.same_seed = True  # or they share none
+        self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per shared seed
+        self.same_seed = True  # False: no seed is shared, so `changes` has one difference of means
         self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     @property
@@ -88,10 +88,10 @@ def read_diffs(found: list[Idea]) -> None:
 
 def read_diff(idea: Idea) -> None:
     place, old, new = "", {}, {}
-    for line in idea.diff.splitlines():
+    for line in idea.diff.split("\n"):
         if line.startswith("@@"):
             place = re.sub(r"^(class|def) |[:(= ].*", "", line.split("@@", 2)[2].strip())
-        elif line[0] in "+-" and line[1:].strip():
+        elif line[:1] in ("+", "-") and line[1:].strip():
             if name := re.match(r"[+-](?:class|def) (\w+)", line):
                 place = name[1]
             if constant := re.match(r"[+-]([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$", line):
@@ -111,7 +111,7 @@ class Noise(NamedTuple):
 
     seed: float  # over seeds
     repeats: int  # degrees of freedom of that
-    rest: float  # what is left of it between commits with the same seed; all of it until enough runs tell
+    rest: float  # between commits run with the same seed; equal to `seed` below four degrees of freedom
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Noise":

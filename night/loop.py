@@ -25,9 +25,9 @@ from night.clean import scratch_folder
 from night.commits import commit_train, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
-from night.rows import ROOT, Kind, archive, branch, git, good, in_history, reference, revisions
+from night.rows import ROOT, Kind, archive, branch, experiments, git, good, in_history, reference, revisions
 from night.run import guard, train_options
-from night.show import about_night, last_place
+from night.show import about_night
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
@@ -35,7 +35,7 @@ PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdic
 ENVIRONMENT = ["PATH", "HOME", "LANG", "TERM"]  # variables that agents get, besides those of --agent-env
 ENDED = "refused: the loop ended first"  # the verdict until another one replaces it
 REFUSED = 5  # refusals in a row that end the loop
-WORN = 4  # ideas of one family without a gain, from which on agents are told
+WORN = 4  # from so many ideas of a family without a gain on, agents are told
 TOO_LATE = 124  # exit status of an agent that ran out of time, as from timeout(1)
 
 PROMPT = """\
@@ -73,9 +73,13 @@ batches) that costs more speed than its gain is worth is no improvement.
 
 def loop(args: argparse.Namespace) -> None:
     """Asks agents and trains what they propose until the night is over; prints a summary."""
-    for command in filter(None, [args.sandbox, *args.agent]):
-        if not shutil.which(shlex.split(command)[0]):
-            raise PrepareError(f"there is no program {shlex.split(command)[0]}: check --agent and --sandbox")
+    for command in [*filter(None, [args.sandbox]), *args.agent]:
+        try:
+            program = shlex.split(command)[0]
+        except (ValueError, IndexError):  # an open quote; nothing, perhaps from a variable that is not set
+            raise PrepareError(f"{command!r} is no command: check --agent and --sandbox") from None
+        if not shutil.which(program):
+            raise PrepareError(f"there is no program {program}: check --agent and --sandbox")
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
@@ -92,10 +96,10 @@ def loop(args: argparse.Namespace) -> None:
         print(night.summary())
     if args.report:
         night.ray.shutdown()
-        args.alone.close()
+        shutil.rmtree(args.folder or "", ignore_errors=True)  # execv calls no exit handlers
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
         command = [sys.executable, "-m", "night", "report", *train_options(args, None), *options]
-        subprocess.run(command, check=True)
+        os.execv(sys.executable, command)  # the same process: whoever ends the loop ends the report
 
 
 class Agent(NamedTuple):
@@ -225,13 +229,13 @@ class Loop(Trainer):
         return [text for n in numbers() if (text := prepare.read(folder(n) / "verdict.txt"))]
 
     def prompt(self) -> str:
-        rows = last_place(self.args.setting)
+        rows = [row for row in experiments() if self.kind.holds(row)]
         since = Counter()  # ideas of a family since its last gain
         for idea in ideas(rows):
             since[idea.family] = 0 if idea.status == "keep" else since[idea.family] + 1
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
         now = [f"- {run.description}" for run in self.runs()] + [f"- {agent.idea()}" for agent in self.agents]
-        worn = [f"- {name}: {n}" for name, n in since.most_common() if n >= WORN]
+        worn = [f"- {name}: {n}" for name, n in since.most_common() if name and n >= WORN]
         parts = dict(memory=[about_night(rows)], worn=worn, now=now, refused=refused[-REFUSED:])
         rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
         return PROMPT.format(
@@ -281,10 +285,12 @@ class Loop(Trainer):
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
         self.note(n, f"trains as {commit}")
-        self.submit(run_of(commit, subject), revisions([base])[0])
+        run = run_of(commit, subject)
+        if run not in self.runs():  # as after a kill between merging a change and noting it
+            self.submit(run, revisions([base])[0])
 
     def settle(self, n: int, base: str, row: dict) -> None:
-        """A result that beats its base becomes the reference. If that has moved on meanwhile, the change is merged into
+        """A result that beats its base becomes the reference. If that has changed meanwhile, the change is merged into
         the new one and trained again or, if they conflict, the better of the two wins."""
         verdict, commit, now = row["status"], row["commit"], reference(self.kind)
         if verdict == "keep" and not in_history([row]):
@@ -313,7 +319,7 @@ class Loop(Trainer):
         if (shared := git("merge-base", head, commit)) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed meanwhile: merge, with the kept train.py
-            if read_train(head) != read_train(shared):
+            if read_train(head) != read_train(shared) and not good(self.kind.rows(), head[:7]):
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
 

@@ -16,7 +16,7 @@ DIFF_LINES, HOVER_LINES = 400, 12  # lines of a diff in the table, and in a tool
 
 
 def page(_=None) -> None:
-    """Writes night.html about the GPU, budget and dataset of the last row."""
+    """Writes night.html about the GPU and dataset of the last five-minute run, or else of the last run."""
     from plotly.offline import get_plotlyjs
 
     rows = last_place()

@@ -6,7 +6,7 @@ import textwrap
 import numpy as np
 
 import harness
-from night.records import curve_of, run_seconds
+from night.records import curve, record_of, run_seconds
 from night.rows import arm, commit_of, experiments, grouped, place, seed_noise
 from prepare import PrepareError
 
@@ -111,8 +111,9 @@ def plot_curves(revisions: list[str]) -> None:
     """Draws curves.png: the training loss of the last run of each of these commits' rows, over time and over tokens."""
     figure, ((left, right),) = new_figure(columns=2, height=5)
     commits = [commit_of(revision) for revision in revisions]
-    for row in [row for row in harness.read_results() if row["commit"] in commits]:
-        if points := curve_of(row):
+    rows = {record_of(row): row for row in harness.read_results() if row["commit"] in commits}  # the last of each
+    for folder, row in rows.items():
+        if folder and (points := curve(folder)):
             _, seconds, tokens, loss, _ = np.array(points).T
             keep = 1 - 1 / max(1, 0.02 * len(loss))  # bias-corrected exponential moving average
             weights = keep ** np.arange(len(loss))
@@ -127,5 +128,7 @@ def plot_curves(revisions: list[str]) -> None:
     bottom, top = min(loss.min() for loss in losses), max(loss[len(loss) // 10] for loss in losses)
     left.set(xlabel="seconds", ylabel="loss, nats per token", ylim=(bottom - 0.05, top + 0.05))
     right.set(xlabel="M tokens")
-    figure.legend(loc="outside lower left", frameon=False, fontsize=8, title="val_bpb", alignment="left")
+    legend = figure.legend(loc="outside lower left", frameon=False, fontsize=8, title="val_bpb", alignment="left")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a subject may have a dollar sign
     save(figure, "curves.png")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from harness import Description, Label
-from night.rows import ROOT
+from night.rows import ROOT, name_of
 
 RUNS = ROOT / "runs"
 QUIET = 120  # seconds without a change after which a run that has no summary counts as killed
@@ -38,7 +38,7 @@ def folder_name(commit: str, seed: int | None, setting: str) -> str:
 
 def new_folder(name: str) -> Path:
     """Makes a folder of that name; for a repeated run with .2, .3, ... appended."""
-    RUNS.mkdir(exist_ok=True)  # fails for a dangling link, where every name below would seem to exist
+    RUNS.mkdir(exist_ok=True)  # fails if runs/ is a dangling link; otherwise the loop below would never end
     for i in itertools.count(1):
         folder = RUNS / (name if i == 1 else f"{name}.{i}")
         with suppress(FileExistsError):
@@ -46,10 +46,24 @@ def new_folder(name: str) -> Path:
             return folder
 
 
+def end_record(folder: Path, reason: str) -> None:
+    """Marks a run without a summary as ended."""
+    with suppress(OSError), (folder / "summary.json").open("x") as file:
+        json.dump({"reason": reason}, file)
+
+
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
     name = folder_name(row["commit"], Description.parse(row).seed, Label.parse(row["gpu"]).setting)
-    found = [*RUNS.glob(name), *RUNS.glob(f"{name}.*")]
+    commit, description = name_of(row)
+    run = dict(commit=commit, description=description, dataset=row["dataset"])
+
+    def is_of_this_run(folder: Path) -> bool:
+        found = summary(folder)  # has none of these keys if the run was killed
+        return all(harness.clean(found.get(key, value)) == value for key, value in run.items())
+
+    found = [folder for folder in RUNS.glob(f"{name}*") if re.fullmatch(r"(\.\d+)?", folder.name[len(name) :])]
+    found = [folder for folder in found if is_of_this_run(folder)]
     return max(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), default=None)
 
 
@@ -77,7 +91,7 @@ def summary(folder: Path) -> dict:
 
 
 def run_seconds(rows: list[dict], kind: str = "training_seconds") -> list[float]:
-    """Of the last run of each row, as far as there are records. kind: `training_seconds` or `total_seconds`."""
+    """Seconds that the last run of each row took, without rows that have no record. kind: a key of the summary."""
     found = [summary(folder).get(kind) for folder in map(record_of, rows) if folder]
     return [number for number in found if number]
 

@@ -35,17 +35,22 @@ def report(args: argparse.Namespace) -> None:
         pictures += "\n\n![](arms.png)"
     print(title)
     kept = in_history(kept)
+
+    def write(text: str) -> None:
+        print(f"\n{text}")
+        parts.append(text)
+        harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, pictures]) + "\n", "utf-8")
+
+    parts = [title]
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
-        text = "Fewer than two revisions were kept on this branch: there is no gain to report."
+        write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
         trainer = Trainer(args, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
-        text = gains(kept[0], kept[-1], trainer.train(runs))
+        write(gains(kept[0], kept[-1], trainer.train(runs)))
         if args.attribute:
-            text += f"\n\n## Which of the kept changes are real?\n\n{attribute(kept, trainer)}"
-    print(f"\n{text}")
-    harness.RESULTS.with_name("report.md").write_text(f"{title}\n\n{text}\n\n{pictures}\n", "utf-8")
+            write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer)}")
     plot()
 
 

@@ -20,6 +20,7 @@ from harness import Description, Label
 from prepare import PrepareError
 
 ROOT = Path(__file__).resolve().parent.parent
+ATTRIBUTION_SEEDS = 1001  # from here on
 
 
 class Kind(NamedTuple):
@@ -71,7 +72,7 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 
 def arm(row: dict) -> str:
     """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
-    prefix = re.match(r"(?:tune (\w+)|(agent \d+)): ", row["description"])
+    prefix = re.match(r"(?:tune (tpe|cmaes|random)|(agent \d+)): ", row["description"])
     return prefix[1] or prefix[2] if prefix else "agent"
 
 
@@ -109,25 +110,26 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
 def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
-    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included. same_seed: of
-    what remains without each seed's mean, which commits share.
+    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included, but without runs
+    of an attribution, which estimates the noise itself. same_seed: after removing the mean of each seed over commits.
     """
     gpu, setting, _ = Label.parse(row["gpu"])
-    squares = freedom = 0
+    runs = []
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
-        # one per seed: repeating a seed may give the same score
-        repeated = {commit: scores(good(rows, commit)) for commit in {row["commit"] for row in rows}}
-        runs = [(commit, *run) for commit, found in repeated.items() if len(found) > 1 for run in found.items()]
-        if runs:
-            commits, seeds, bpb = map(np.array, zip(*runs, strict=True))
-            means = commits[:, None] == np.unique(commits)
-            if same_seed:
-                means = np.hstack([means, seeds[:, None] == np.unique(seeds)])
-            fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
-            squares += ((bpb - means @ fit) ** 2).sum()
-            freedom += len(runs) - int(rank)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
+        for commit in {row["commit"] for row in rows}:
+            found = scores(good(rows, commit))  # one per seed: repeating a seed may give the same score
+            found = [run for run in found.items() if not report or run[0] < ATTRIBUTION_SEEDS]
+            runs += [(f"{commit}{report}", f"{seed}{report}", bpb) for seed, bpb in found if len(found) > 1]
+    if not runs:
+        return 0.0, 0
+    commits, seeds, bpb = map(np.array, zip(*runs, strict=True))
+    means = commits[:, None] == np.unique(commits)
+    if same_seed:
+        means = np.hstack([means, seeds[:, None] == np.unique(seeds)])
+    fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
+    freedom = len(runs) - int(rank)
+    return (math.sqrt(((bpb - means @ fit) ** 2).sum() / freedom), freedom) if freedom else (0.0, 0)
 
 
 # ------------------------------------------------------------------------------------------ the commit to go back to
@@ -156,9 +158,10 @@ def commit_of(revision: str) -> str:
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
     command = ["git", "log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--"]
-    log = subprocess.run(command, cwd=ROOT, capture_output=True).stdout.decode(errors="replace").strip()
+    run = subprocess.run(command, cwd=ROOT, capture_output=True)
+    log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
     if not log:
-        raise PrepareError(f"{' '.join(names)}: there are no such commits")
+        raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
     return [(line[:7], line[41:]) for line in log.split("\n")]
 
 
@@ -170,7 +173,7 @@ def branch() -> str:
 def in_history(rows: list[dict]) -> list[dict]:
     """Rows whose commit is HEAD or an ancestor of it: ideas on other branches count once they are merged."""
     history = {line[:7] for line in git("rev-list", "HEAD").split()}
-    return [row for row in rows if row["commit"] in history]
+    return [row for row in rows if row["commit"] in history and not uncommitted(row)]
 
 
 def reference(kind: Kind) -> str:
@@ -196,11 +199,13 @@ def edit_log() -> Iterator[list[str]]:
     path, keep_bytes = harness.RESULTS.resolve(), dict(encoding="utf-8", errors="surrogateescape")
     with harness.locked(path) as log:
         log.seek(0)
-        lines = log.read().decode(**keep_bytes).split("\n")
+        before = log.read()
+        lines = before.decode(**keep_bytes).split("\n")
         yield lines
-        with prepare.new_file(path) as file:
-            os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
-            file.write("\n".join(lines).encode(**keep_bytes))
+        if (after := "\n".join(lines).encode(**keep_bytes)) != before:
+            with prepare.new_file(path) as file:
+                os.fchmod(file.fileno(), os.fstat(log.fileno()).st_mode & 0o777)
+                file.write(after)
 
 
 def with_status(line: str, status: str) -> str:
@@ -209,18 +214,21 @@ def with_status(line: str, status: str) -> str:
     return "\t".join(fields)
 
 
-def decide(ideas: set[tuple[str, str]], base: dict, kind: Kind) -> None:
-    """Moves rows of ideas that ended before the reference to the log's end, as `keep` if they beat `base`, its row."""
+def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
+    """Judges ideas (commits) whose run with the seed and on the GPU of `base`, the reference's row, ended before it:
+    rows of those that beat it move to the end of the log, as `keep`."""
+
+    def beats_base(row: dict) -> bool:
+        like_base = row["gpu"] == base["gpu"] and Description.parse(row).seed == Description.parse(base).seed
+        return like_base and row["val_bpb"] < base["val_bpb"] and bool(good([row], row["commit"]))
+
     with edit_log() as lines:
         rows = [harness.parse_row(line) for line in lines]
-        last = {name_of(row): i for i, row in enumerate(rows) if row and kind.holds(row)}
-        moved = {}
-        for i in sorted(last[name] for name in ideas & last.keys()):
-            if rows[i]["gpu"] == base["gpu"] and rows[i]["status"] != "crash":
-                better = rows[i]["val_bpb"] < base["val_bpb"]
-                moved[i] = with_status(lines[i], "keep") if better else lines[i]
-        *rest, end = [line for i, line in enumerate(lines) if i not in moved]
-        lines[:] = [*rest, *moved.values(), end]  # the log ends with a line break, so the last line is empty
+        last = {(row["gpu"], *name_of(row)): i for i, row in enumerate(rows) if row and kind.holds(row)}
+        end = last.get((base["gpu"], *name_of(base)), 0)
+        better = [i for i in sorted(last.values()) if i < end and rows[i]["commit"] in ideas and beats_base(rows[i])]
+        *rest, empty = [line for i, line in enumerate(lines) if i not in better]  # the log ends with a line break
+        lines[:] = [*rest, *(with_status(lines[i], "keep") for i in better), empty]
 
 
 def keep(args: argparse.Namespace) -> None:
@@ -238,5 +246,5 @@ def keep(args: argparse.Namespace) -> None:
         for i in found if args.discard else found[-1:]:
             lines[i] = with_status(lines[i], status)
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
-    if not in_history([{"commit": commit}]):
+    if not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

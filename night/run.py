@@ -16,7 +16,7 @@ from pathlib import Path
 import harness
 import prepare
 from harness import Description
-from night.records import folder_name, new_folder
+from night.records import end_record, folder_name, new_folder
 from night.rows import ROOT
 
 LIMIT = 600  # seconds for a run, start-up and evaluation included
@@ -51,8 +51,7 @@ class Row:
     def make_up(self, reason: str) -> None:
         """Logs a crash if the run has left no row; writes the reason to its record if it has left no summary."""
         self.hand_over()
-        with suppress(OSError), (self.folder / "summary.json").open("x") as file:
-            json.dump({"reason": reason}, file)
+        end_record(self.folder, reason)
         if self.needed and not os.fstat(self.copy).st_size:
             label = harness.gpu_name() + self.setting
             harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 
-from harness import Label
+from harness import Label, read_results
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
 from night.rows import commit_of, experiments, grouped, in_history, place, with_error
@@ -15,21 +15,23 @@ from prepare import PrepareError
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
-    text = about_commit(commit_of(args.revision)) if args.revision else about_night(last_place(args.setting))
+    if args.revision:
+        return print(about_commit(commit_of(args.revision)))
+    text = about_night(last_place(args.setting))
     if sys.stdout.isatty() and not args.md:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(text))
+        Console().print(Markdown(text.replace("<", r"\<")))  # or it would take <eos> for HTML
     else:
         print(text)
 
 
 def last_place(setting: str = "") -> list[dict]:
-    """The experiments on the last row's GPU, budget and dataset. setting: only look at rows with that budget."""
+    """The experiments with that budget (five minutes; or, if there are none, any) on the last one's GPU and dataset."""
     rows = experiments()
-    found = [row for row in rows if not setting or Label.parse(row["gpu"]).setting == setting]
-    if not found:
+    found = [row for row in rows if Label.parse(row["gpu"]).setting == setting]
+    if not (found := found or rows * (not setting)):
         raise PrepareError(f"results.tsv has no row{setting}: train something first")
     return [row for row in rows if place(row) == place(found[-1])]
 
@@ -42,11 +44,12 @@ def about_night(rows: list[dict]) -> str:
     count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
-    lines.append(f"Reference: {reference.commit}, {reference.subject}, {reference.score:.4f}.")
+    score = f"{reference.score:.4f}" if reference.scores else "crashed"
+    lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
     if noise.seed:
         known = f"A seed's standard deviation is {noise.seed:.4f}, by {noise.repeats} repeated runs"
         known += f", and {noise.rest:.4f} between commits with the same seed" * (noise.rest != noise.seed)
-        lines.append(f"{known}: `~` marks noise, for one seed below {noise.band():.4f}.")
+        lines.append(f"{known}. `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept.\n"
     )
@@ -54,7 +57,10 @@ def about_night(rows: list[dict]) -> str:
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), noise) for name in knobs]
     for name, group in sorted(families.items()):
-        lines += [f"\n## {name or 'Unchanged train.py, or not in this clone'}", *entries(group, rows, noise)]
+        lines += [
+            f"\n## {name or 'train.py unchanged or not committed, or commit not in this clone'}",
+            *entries(group, rows, noise),
+        ]
     if crashes := [idea for idea in found if idea.status == "crash"]:
         lines += ["\n## Crashed", *entries(crashes, rows, noise)]
     return "\n".join(lines)
@@ -63,10 +69,12 @@ def about_night(rows: list[dict]) -> str:
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, noise)}" for idea in group)
-    best = min(group, key=lambda idea: idea.change or 0.0)
-    old, new = best.values[name]
-    real = (best.change or 0.0) < -noise.band(len(best.changes), best.same_seed)
-    return f"- {name}: {tried}; best {new if real else old}"
+    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the real changes that led to it
+    for idea in group:
+        old, new = idea.values[name]
+        if abs(change := idea.change or 0.0) > noise.band(len(idea.changes), idea.same_seed):
+            worth[new] = worth.setdefault(old, 0.0) + change
+    return f"- {name}: {tried}; best {min(worth, key=worth.get)}"
 
 
 def gain(idea: Idea, noise: Noise) -> str:
@@ -95,7 +103,7 @@ def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
 def about_commit(commit: str) -> str:
     """A commit's rows, each with the summary of its last run and, after a crash, the end of its log."""
     lines = []
-    for row in [row for row in experiments() if row["commit"] == commit]:
+    for row in [row for row in read_results() if row["commit"] == commit]:
         score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
         lines.append(f"# {commit} {row['description']}")
         lines.append(f"{score}, {', '.join(place(row))}, {row['tokens_M']} M tokens")

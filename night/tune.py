@@ -51,7 +51,7 @@ class Knob(NamedTuple):
         return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
 
     def parameter(self) -> str:
-        """Its name in the study. Optuna fixes a parameter's scale, but that of a fraction changes if it becomes 1.0."""
+        """Its name in the study. Optuna allows one scale per name; that of a fraction changes if it becomes 1.0."""
         return self.name if self.log else f"{self.name}, linear"
 
     def literal(self, value: float) -> str:
@@ -199,9 +199,7 @@ class Tuner(Trainer):
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
                     edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
-                    if edits:  # this was the reference: judge those of its edits that ended before it
-                        ended = {name_of(other) for other in self.kind.rows() if other["commit"] in edits}
-                        decide(ended - {run[:2]}, row, self.kind)
+                    decide(edits - {run.commit}, row, self.kind)  # if it was the reference, these may have ended before
         self.show_best()
 
     def begun(self) -> list[dict]:

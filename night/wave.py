@@ -23,7 +23,7 @@ from harness import Description, Label
 from night.clean import scratch_folder
 from night.commits import doubts
 from night.live import Board, wave_lock
-from night.records import folder_name, new_folder
+from night.records import end_record, folder_name, new_folder
 from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, reference, revisions, scores, with_error
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
@@ -34,6 +34,7 @@ from prepare import PrepareError
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
+LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
 NEWS = 3  # seconds between two looks at a run's record
 
 # Runs in a separate process, so that this one takes no GPU memory
@@ -103,7 +104,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
     if args.address:
         args.folder, options = None, dict(address=args.address)
-        settings = {"RAY_task_oom_retries": "0"}  # by default Ray retries a run that is killed for its memory forever
+        settings = {"RAY_task_oom_retries": "0"}  # by default, Ray retries what it kills for its memory forever
     else:
         args.folder, settings = scratch_folder(), LOCAL
         atexit.register(shutil.rmtree, args.folder, ignore_errors=True)  # last in, first out: after Ray's
@@ -112,7 +113,7 @@ def start_ray(args: argparse.Namespace) -> Kind:
     os.environ.update(settings | os.environ)  # Ray reads them at import
     import ray
 
-    # Ray cancels runs by SIGINT. If a script started this wave with `&`, it is ignored here, and so in Ray's workers
+    # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
@@ -140,6 +141,7 @@ class Trainer:
         self.ray, self.args, self.kind = ray, args, kind
         self.pending = {}  # Ray stream: (run, (commit and subject of the revision to beat))
         self.records = {}  # run that has started: folder of its record
+        self.lost = set()  # runs that were lost, and started again, once
         self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
@@ -155,7 +157,7 @@ class Trainer:
             num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
             num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
             label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
-            max_retries=1,  # if a node is lost, its run goes to another node, once
+            max_retries=0,  # Ray would skip as many events of the second try as have been read of the first
         )(run_in_checkout)
 
     def at_work(self, total: int = 0) -> Board:
@@ -177,14 +179,17 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         todo = [run for run in runs if run[:2] not in done]
         print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
+        ideas = {run.commit for run in runs} - {base[0]}
+        for row in rows:
+            if row["commit"] == base[0]:  # judge ideas of an interrupted wave that ended before it
+                decide(ideas, row, self.kind)
         with self.at_work(len(todo)):
             for run in todo:
                 self.submit(run, base)
             while self.pending:
                 for run, row in self.ended():
                     if run.commit == base[0]:
-                        ended = set(runs) - {run, *self.runs()}
-                        decide({other[:2] for other in ended if other.seed == run.seed}, row, self.kind)
+                        decide(ideas, row, self.kind)
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
 
@@ -213,7 +218,14 @@ class Trainer:
                         file.write(news)
             else:
                 del self.pending[stream]
-                self.records.pop(run, None)
+                folder = self.records.pop(run, None)
+                if event[-1] in LOST and folder:
+                    end_record(folder, "lost")
+                if event[-1] in LOST and run not in self.lost:
+                    print(f"lost     {' '.join(run[:2])}: starting it again")
+                    self.lost.add(run)
+                    self.submit(run, base)
+                    continue
                 row, text = log_row(run, self.kind, base, *event)
                 print(text)
                 yield run, row
@@ -222,8 +234,8 @@ class Trainer:
             print("interrupted: the same command continues")
             for stream in self.pending:
                 self.ray.cancel(stream)
-            for folder in filter(Path.exists, self.records.values()):
-                (folder / "summary.json").write_text('{"reason": "interrupted"}')  # marks it as ended
+            for folder in self.records.values():
+                end_record(folder, "interrupted")
             if streams := [stream.completed() for stream in self.pending]:
                 self.ray.wait(streams, num_returns=len(streams), timeout=3 * PATIENCE)
             sys.exit(130)

@@ -188,6 +188,7 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
     assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
+    assert possible(files, [1, 2], others=False) == {2} and possible(files, [1, 3], others=False) == {1, 3}
 
 
 def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(shell):

@@ -293,6 +293,8 @@ def test_a_killed_loop_takes_its_agents_along(loop):
     ("before", "agent", "remedy"),
     [
         ("", "no-such-program -p", ": there is no program no-such-program"),
+        ("", "", ": '' is no command: check --agent"),  # a variable that is not set
+        ("", 'an "open quote', """: 'an "open quote' is no command"""),
         ("", "true' --runs '0", " loop: error: argument --runs: 0 must be above 0"),
         ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
         (

@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_corpus import ROOT
@@ -151,8 +153,17 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     first, second = (records.new_folder(name) for _ in range(2))
     assert records.budget(first) == records.budget(second) == budget and second.name == name + ".2"
     text = "idea" if seed is None else f"idea, seed {seed}"
-    row = dict(commit="abc", description=text, status="keep", gpu=f"cpu{setting}")
-    assert records.record_of(row) == second
+    row = dict(commit="abc", description=text, status="keep", gpu=f"cpu{setting}", dataset="d")
+    (records.RUNS / f"{name}.bak").mkdir()
+    dirty = records.new_folder(name)
+    (dirty / "summary.json").write_text(
+        json.dumps(row | {"description": text.replace("idea", "idea (train.py differs)")})
+    )
+    assert records.record_of(row) == second, "neither somebody's copy nor the run of an uncommitted train.py"
+    (second / "summary.json").write_text(json.dumps(row | {"description": text.replace("idea", 'an "idea"')}))
+    assert records.record_of(row) == first and records.record_of(row | {"dataset": "e"}) == first
+    assert records.record_of(row | {"description": text.replace("idea", "an 'idea'")}) == second, "as the log has it"
+    (second / "summary.json").unlink()
     (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
     (point,) = records.curve(first)  # the last line is being written
     assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
@@ -190,7 +201,9 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
     assert "9 experiments with 8 commits; 3 kept, 1 crashed." in told, told
-    assert "deviation is 0.0071, by 1 repeated runs: `~` marks noise, for one seed below 0.0200." in told
+    assert (
+        "deviation is 0.0071, by 1 repeated runs. `~` marks changes within noise: with one seed, below 0.0200." in told
+    )
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800*; best 0.05\n" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
@@ -208,14 +221,60 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
             harness.log_result(val_bpb=1.2 + 0.01 * i + luck, **row | one)
         told = printed(capsys, show.show, revision=None, setting="", md=True)
         assert ("between commits" in told) == (i == 4), "needs four degrees of freedom"
-    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed: `~` marks" in told
-    assert "for one seed below 0.0011." in told
+    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed. `~` marks" in told
+    assert "with one seed, below 0.0011." in told
     assert "- DEPTH: 3 -> 5 -0.0050; best 5\n" in told, "noise only if each seed had its own luck"
     other = commit("seed 7 alone, seed 7", 1.295, "LR = 0.1", "LR = 0.3")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
     assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"
     noise = ideas.Noise(0.02, 6, 0.01)
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
+
+
+def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
+    def best(*tried: tuple[str, str, float]) -> str:
+        group = [
+            SimpleNamespace(values={"LR": (old, new)}, change=change, changes=[change], same_seed=True, status="keep")
+            for old, new, change in tried
+        ]
+        return show.knob("LR", group, ideas.Noise(0.0005, 9, 0.0005)).rpartition(" ")[2]
+
+    assert best(("30", "29", -0.01), ("29", "28", -0.005)) == "28"
+    assert best(("30", "29", -0.01), ("29", "28", 0.005), ("29", "27", -0.0005)) == "29"
+    assert best(("30", "29", 0.01), ("30", "31", -0.0005)) == "30"
+
+
+def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, dataset="d", commit="abc", description="x")
+    harness.log_result(val_bpb=1.0, gpu="cpu, 1 M tokens", **row)
+    assert show.about_night(show.last_place()).startswith("# cpu, 1 M tokens, d\n")
+    harness.log_result(val_bpb=0.0, gpu="cpu", reason="killed", **row)
+    harness.log_result(val_bpb=1.0, gpu="cpu, 1 M tokens", **row)
+    harness.log_result(val_bpb=1.25, gpu="cpu, report", **row)
+    told = show.about_night(show.last_place())
+    assert told.startswith("# cpu, d\n") and "\nReference: abc, x, crashed.\n" in told
+    assert "1.250000 keep, cpu, report, d" in show.about_commit("abc"), "a report refers to its rows"
+
+
+def test_a_form_feed_in_a_diff_is_no_end_of_a_line():
+    idea = SimpleNamespace(diff="@@ -1 +1 @@ def f():\n+\f\n+    x = 1\n-LR = 1", places=Counter(), lines=(0, 0))
+    ideas.read_diff(idea)
+    assert idea.lines == (1, 1) and idea.places == {"f": 1, "LR": 1}
+
+
+def test_curves_are_drawn_once_each_also_if_their_subject_looks_like_a_formula(tmp_path, monkeypatch):
+    at(monkeypatch, tmp_path)
+    monkeypatch.setattr(plot, "commit_of", lambda name: name)
+    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc", description=r"$\foo$")
+    harness.log_result(val_bpb=0.0, reason="killed", **row)
+    harness.log_result(val_bpb=1.2, **row)
+    lines = "".join(f"{i}\t{i}\t{i}\t{9 - i / 9}\t0.1\n" for i in range(1, 20))
+    (records.new_folder("abc-42-300s") / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n{lines}")
+    figures, save = [], plot.save
+    monkeypatch.setattr(plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
+    plot.plot_curves(["abc"])
+    assert [line.get_label() for line in figures[0].axes[0].lines] == [r"1.2000 abc $\foo$"]
 
 
 def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):

@@ -390,6 +390,13 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     assert reference(Kind(["A"], ", 60 s", "d")) == "ccccccc"
 
 
+def test_a_row_of_an_uncommitted_train_py_does_not_make_its_commit_the_reference(history):
+    history("a|1.3|keep|A|d", "b|1.35|discard|A|d")
+    row = dict(memory_gb=1.0, gpu="A", dataset="d", commit=7 * "b", description=f"x{harness.DIFFERS}")
+    assert harness.log_result(val_bpb=1.2, **row) == "keep"
+    assert reference(Kind(["A"], "", "d")) == 7 * "a"
+
+
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
     history("b|1.3|keep|A|d", "c|1.3|keep|A|d", "b|1.2|discard|A|d", "b|1.3|discard|A|other", "b|1.3|discard|B|d")
     history("b|0|crash|A|d", "e|1.4|discard|A|d", "f|1.1|keep|A, 20 s|d")
@@ -459,6 +466,8 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, setting):
         ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
         ("run --seeds=1", "unrecognized arguments: --seeds=1"),
+        ("wave a --seeds=1,", "invalid integers value: '1,'"),
+        ("run --gpu=t4", "invalid choice: 't4' (choose from"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(capsys, line, error):
@@ -677,6 +686,8 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
             harness.log_result(val_bpb=score, gpu="g, 60 s, report", **row)
     harness.log_result(val_bpb=0.0, gpu="g, 60 s, report", reason="killed", **where)
     harness.log_result(val_bpb=1.0, gpu="g, 50 s, report", **where)
+    for seed in (1001, 1002):  # of an attribution
+        harness.log_result(val_bpb=seed / 1e3, gpu="g, 60 s, report", description=f"x, seed {seed}", **where)
     (chart,) = drawn()
     noise = ((0.1**2 / 2 + 0.02**2 / 2 + 2 * 0.04**2) / 4) ** 0.5  # pooled: 1, 1 and 2 degrees of freedom
     (band,) = [patch.get_bbox() for patch in chart.patches]

@@ -158,6 +158,14 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert Kind(["cpu"], ", 1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
 
 
+def test_a_gain_is_written_down_before_an_attribution_that_may_fail(clone, monkeypatch):
+    monkeypatch.setitem(globals(), "STUB", STUB.replace("time.sleep(0.3)", "assert int(options['seed']) < 1000"))
+    clone.simulate(gain=0.02, runs=50)
+    output = clone.finish(clone.report("--seeds=2", "--attribute"), code=1)
+    assert "0 of 8 runs succeeded, too few" in output
+    assert "On new seeds the gain is " in (clone.folder / "report.md").read_text()
+
+
 def test_runs_without_a_test_score_are_repeated(clone, monkeypatch, tmp_path):
     """The cache has a relative path."""
     (old := tmp_path / "old").touch()
@@ -196,6 +204,7 @@ def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M:
             row = dict(
                 commit=commit,
                 gpu=f"{LABEL}, report",
+                dataset="d",
                 val_bpb=val_bpb,
                 status="keep" if val_bpb else "crash",
                 tokens_M=tokens_M,

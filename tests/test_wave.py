@@ -18,6 +18,8 @@ from small_corpus import ROOT, copy_files, texts, write_parquet
 from test_night import Night, command
 
 import harness
+import prepare
+from harness import Description
 from night.live import Board
 from night.rows import Kind
 from night.wave import Run, decide, log_row, table
@@ -157,29 +159,58 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
 
 
 def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_path, monkeypatch):
-    """Their last rows. What was kept stays kept; what is no row stays as it is."""
+    """By their last rows with its seed. What it beats, and what is no row, stays as it is."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
 
-    def log(name: str, val_bpb: float, status: str = "discard", gpu: str = "A") -> None:
+    def log(name: str, val_bpb: float, status: str = "discard", gpu: str = "A", seed: int | None = None) -> None:
         row = dict(memory_gb=1.0, dataset="d", to_beat=9.0 * (status == "keep"), reason="killed" * (status == "crash"))
-        harness.log_result(val_bpb=val_bpb, gpu=gpu, commit=name, description=name, **row)
+        harness.log_result(val_bpb=val_bpb, gpu=gpu, commit=name, description=str(Description(name, seed)), **row)
 
     log("idea", 1.1), log("far", 1.2, gpu="B"), log("idea", 1.2), log("tie", 1.3), log("dead", 0.0, "crash")
-    log("hand", 1.4, "keep"), log("other", 1.2)
+    log("hand", 1.4, "keep"), log("other", 1.2), log("seed", 1.2, seed=1)
     with open(harness.RESULTS, "ab") as file:
         file.write(b"\xff no row\n")
-    log("base", 1.3, "keep")
-    ideas = {(name, name) for name in ("idea", "far", "tie", "dead", "hand", "new")}
-    decide(ideas, dict(gpu="A", val_bpb=1.3), Kind(["A", "B"], "", "d"))
-    rows = [(row["commit"], row["val_bpb"], row["status"]) for row in harness.read_results()]
-    assert rows[:4] == [
-        ("idea", 1.1, "discard"),
-        ("far", 1.2, "discard"),
-        ("dead", 0.0, "crash"),
-        ("other", 1.2, "discard"),
+    log("base", 1.3, "keep"), log("late", 1.2)
+    before, kind = harness.RESULTS.read_bytes(), Kind(["A", "B"], "", "d")
+    decide({"idea", "far", "tie", "dead", "hand", "new", "seed", "late"}, harness.read_results()[-2], kind)
+    lines = before.split(b"\n")
+    line = lines.pop(3)  # after the header: the second row of the idea
+    assert harness.RESULTS.read_bytes().split(b"\n") == [*lines[:-1], line.replace(b"discard", b"keep"), b""]
+
+
+def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(clone):
+    clone.commit(base="val_bpb = 1.3", idea="val_bpb = 1.2", worse="val_bpb = 1.4")
+    clone.run("git checkout -q base")
+    row = dict(memory_gb=2.0, gpu="cpu, 1.5 M tokens", tokens_M=1.5)
+    cache = Path(clone.env["AUTORESEARCH_CACHE"])
+    row["dataset"] = prepare.dataset_id(cache / prepare.read(cache / "current"))
+    for name, val_bpb, to_beat in (("idea", 1.2, 0.0), ("worse", 1.4, 0.0), ("base", 1.3, math.inf)):
+        row |= dict(commit=clone.run(f"git rev-parse --short=7 {name}").strip(), description=name)
+        harness.log_result(val_bpb=val_bpb, to_beat=to_beat, path=clone.folder / "results.tsv", **row)
+    assert "0 runs, 3 more have a row" in clone.finish(clone.wave("idea", "worse", *TWO_SLOTS))
+    assert [(row["description"], row["status"]) for row in clone.rows()] == [
+        ("worse", "discard"),
+        ("base", "keep"),
+        ("idea", "keep"),
     ]
-    assert rows[4:] == [("base", 1.3, "keep"), ("idea", 1.2, "keep"), ("tie", 1.3, "discard"), ("hand", 1.4, "keep")]
-    assert b"\n\xff no row\n" in harness.RESULTS.read_bytes()
+
+
+def test_a_run_whose_worker_is_killed_starts_again_with_a_record_of_its_own_and_may_take_less_time(clone, tmp_path):
+    pids = tmp_path / "pids"
+    body = f"first = not os.path.exists({str(pids)!r}); open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
+    talk = "[(print('number', i, flush=True), time.sleep(1)) for i in range(99 * first)]"
+    clone.commit(base="val_bpb = 1.3", idea=f"{body}; {talk}; val_bpb = 1.2")
+    clone.run("git checkout -q base")
+    wave, runs = clone.wave("idea", *TWO_SLOTS), clone.folder / "runs"
+    commit = clone.run("git rev-parse --short=7 idea").strip()
+    first, second = runs / f"{commit}-42-1.5M", runs / f"{commit}-42-1.5M.2"
+    while "number 7" not in prepare.read(first / "log.txt"):
+        time.sleep(0.05)
+        assert wave.poll() is None, wave.stdout.read()
+    os.kill(parent(parent(parent(int(pids.read_text())))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
+    output = clone.finish(wave)
+    assert clone.scores() == {"base": "keep", "idea": "keep"} and f"lost     {commit} idea: starting it again" in output
+    assert "lost" in prepare.read(first / "summary.json") and "number" not in prepare.read(second / "log.txt")
 
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
@@ -478,7 +509,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
 @pytest.mark.parametrize(
     ("revision", "remedy"),
     [
-        ("no-such-branch", "no-such-branch: there are no such commits"),
+        ("good no-such-branch", "bad revision 'no-such-branch'"),
         ("good..good", r"good\.\.good: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "another wave, tune, loop or report of this clone is running"),
@@ -494,7 +525,7 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
-    output = clone.finish(clone.wave(revision), code=1)
+    output = clone.finish(clone.wave(*revision.split()), code=1)
     assert re.search(rf"^night: .*{remedy}", output, re.M)
 
 
