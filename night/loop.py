@@ -36,6 +36,7 @@ ENVIRONMENT = ["PATH", "HOME", "LANG", "TERM"]  # variables that agents get, bes
 ENDED = "refused: the loop ended first"  # the verdict until another one replaces it
 REFUSED = 5  # refusals in a row that end the loop
 WORN = 4  # from so many ideas of a family without a gain on, agents are told
+AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 TOO_LATE = 124  # exit status of an agent that ran out of time, as from timeout(1)
 
 PROMPT = """\
@@ -297,8 +298,8 @@ class Loop(Trainer):
             both = revert(read_train(now), read_train(commit), read_train(base))  # None: they conflict
             others = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
             if base != now and both is not None:
-                again, idea = self.new_number(), Description.parse(row).subject[:100]
-                self.propose(again, now, both, f"{idea}, again on {now}")
+                again, idea = self.new_number(), Description.parse(row).subject.partition(AGAIN)[0][:100]
+                self.propose(again, now, both, f"{idea}{AGAIN}{now}")
                 verdict += f", and again on {now} as proposal {again}"
             elif base == now or row["val_bpb"] < min(others, default=0.0):
                 self.move(row)

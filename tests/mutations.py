@@ -847,7 +847,7 @@ SECTIONS = [
         ('prefix[1] or prefix[2] if', 'prefix[1] or "agent" if'),
         ("(?:tune (", "(?:.*tune ("),
     ]),
-    ("The loop", "night/loop.py", ["test_loop.py", "-k", "killed or prompt or trained_again"], [
+    ("The loop", "night/loop.py", ["test_loop.py", "-k", "killed or prompt or trained_again or second_time"], [
         ('text.startswith("refused") and text != ENDED', 'text.startswith("refused")'),
         ('squeezed(commit) == b"".join(text.split())', "read_train(commit) == text"),
         ('if name != "train.py"]:', 'if name not in ("train.py", "harness.py")]:'),
@@ -862,6 +862,7 @@ SECTIONS = [
         ('            git("checkout", "-q", commit, "--", "train.py")', "            pass"),
         ("[None] if night.kind.rows() else [None, 1, 2]", "[None]"),
         (".subject[:100].strip()", ".subject[:101].strip()"),
+        (".subject.partition(AGAIN)[0][:100]", ".subject[:100]"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "same_line or turns or with_a_reason"], [
         ('base == now or row["val_bpb"] < min(others, default=0.0)', "base == now"),

@@ -9,9 +9,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_wave import TWO_SLOTS, Clone
+
+from night import loop as loops
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -239,6 +242,17 @@ def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):
     assert both["description"] == f"{older['description']}, again on {kept['commit']}"
     assert {row["status"] for row in (kept, older, both)} == {"keep"} and both["val_bpb"] == 1.319001
     assert loop.run("git rev-parse HEAD").startswith(both["commit"])
+
+
+def test_a_change_that_is_merged_a_second_time_is_named_after_the_newest_reference_only(monkeypatch):
+    for name, value in dict(reference="newest", in_history=[], read_train=b"", revert=b"").items():
+        monkeypatch.setattr(loops, name, lambda *_, value=value: value)
+    subjects = []
+    night = SimpleNamespace(kind=SimpleNamespace(rows=list), new_number=lambda: 2, note=lambda *_: None)
+    night.propose = lambda n, base, text, subject: subjects.append(subject)
+    row = dict(status="keep", commit="a", gpu="cpu", val_bpb=1.2, description="wider, again on newer")
+    loops.Loop.settle(night, 1, "newer", row)
+    assert subjects == ["wider, again on newest"]
 
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):
