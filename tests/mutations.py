@@ -110,8 +110,6 @@ SECTIONS = [
         ('1 if "embed" in name else INIT_SCALE', "1"),
         ('"c_proj" in name.split(".") or "attn.gate." in name', '"attn.gate." in name'),
         ('"c_proj" in name.split(".") or "attn.gate." in name', 'name.endswith("c_proj.weight") or "attn.gate." in name'),
-        ('"c_proj" in name.split(".")', '"c_proj" in name'),
-        ('name.endswith((".x0_lambda", ".residual_lambda"))', 'name.endswith("_lambda")'),
         ("std=0.001", "std=0.02"),
         ("(3 / self.config.n_embd)", "(1 / self.config.n_embd)"),
         ("nn.init.constant_(p, X0_LAMBDA if", "nn.init.constant_(p, 0.05 if"),
@@ -142,6 +140,8 @@ SECTIONS = [
         ('assert C == self.n_head * D and self.full_heads <= self.n_head, config', 'pass'),
         ('assert self.grad_scale is not None', 'assert True'),
         ('math.gcd(config.device_batch_size, total_batch_size // config.seq_len)', 'min(config.device_batch_size, total_batch_size // config.seq_len)'),
+        ('"c_proj" in name.split(".")', '"c_proj" in name'),
+        ('name.endswith((".x0_lambda", ".residual_lambda"))', 'name.endswith("_lambda")'),
         ("    if scale == 1:\n        return config\n", ""),
         ('max(config.seq_len, int(config.total_batch_size * scale))', 'int(config.total_batch_size * scale)'),
         ('assert kind != "sdpa" or config.seq_len %', "assert True or config.seq_len %"),
@@ -721,7 +721,7 @@ SECTIONS = [
         ("{errors[-1]} line", "{errors[0]} line"),
         ("if code == 1 and lines and errors:", "if lines and errors:"),
     ]),
-    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrule"], [
+    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrule or uncommitted"], [
         ("rest == [self.setting, self.report]", "rest[0] == self.setting"),
         ("rest == [self.setting, self.report]", "rest[1] == self.report"),
         (' and row["dataset"] == self.dataset', ""),
