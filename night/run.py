@@ -17,7 +17,7 @@ import harness
 import prepare
 from harness import Description
 from night.records import end_record, folder_name, new_folder
-from night.rows import ROOT
+from night.rows import ROOT, name_of
 
 LIMIT = 600  # seconds for a run, start-up and evaluation included
 PATIENCE = 10  # seconds for a run to end on its own after a signal
@@ -42,6 +42,12 @@ class Row:
             self.folder = new_folder(folder_name(record["commit"], args.seed, args.setting))
             record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
+        self.rows_before = self.count_rows()
+
+    def count_rows(self) -> int:
+        """How many rows of this commit and seed the log has."""
+        name = self.record["commit"], harness.clean(self.record["description"])
+        return sum(name_of(row) == name for row in harness.read_results())
 
     def hand_over(self) -> None:
         """Tells log_result, here and in child processes, what to write, and where to put a copy of the row."""
@@ -52,7 +58,7 @@ class Row:
         """Logs a crash if the run has left no row; writes the reason to its record if it has left no summary."""
         self.hand_over()
         end_record(self.folder, reason)
-        if self.needed and not os.fstat(self.copy).st_size:
+        if self.needed and not os.fstat(self.copy).st_size and self.count_rows() <= self.rows_before:
             label = harness.gpu_name() + self.setting
             harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)
 

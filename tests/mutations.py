@@ -705,6 +705,7 @@ SECTIONS = [
         ("self.needed and not os.fstat", "self.needed and os.fstat"),
         ("not os.fstat(self.copy).st_size", "not [row for row in harness.read_results() if row['commit'] == self.record['commit']]"),
         ("self.needed and not", "not"),
+        (" and self.count_rows() <= self.rows_before", ""),
         ('    if code < 0:\n        row.make_up("killed")\n', ""),
         ("    end_children()\n    if code < 0:", "    if code < 0:"),
         ("Description(subject, args.seed)", "Description(subject)"),

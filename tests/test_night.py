@@ -500,6 +500,18 @@ def test_of_two_runs_of_one_commit_at_once_a_killed_one_leaves_its_row_too(night
     assert rows == [("idea, seed 2", "keep"), ("idea, seed 1 [killed]", "crash")]
 
 
+def test_a_run_that_is_killed_right_after_its_row_was_written_leaves_one_row(night):
+    """Before it could hand over a copy."""
+    harness_py = night.folder / "harness.py"
+    text = harness_py.read_text().replace(
+        '["row"]).write_text(line', '["row"]); os.kill(os.getpid(), signal.SIGKILL) #'
+    )
+    harness_py.write_text(text)
+    night.edit("idea", "val_bpb = 1.2")
+    assert night.start("python -m night run").wait(600) == 128 + signal.SIGKILL
+    assert [(row["description"], row["status"]) for row in night.rows()] == [("idea", "keep")]
+
+
 def test_set_up_begins_an_empty_log_and_needs_no_git_identity(night, tmp_path):
     """The rows of before are put aside."""
     assert night.rows() == [] and (night.folder / "results.tsv.before-mar5").read_text() == HEADER + OLD
