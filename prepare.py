@@ -436,12 +436,13 @@ def documents(path: Path) -> Iterator[str | None]:
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from None
-        for book in text.split("<|endoftext|>"):
-            yield from re.findall(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", book.strip("\n"))
+        data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        for document in data.split(b"<|endoftext|>"):  # decoded one by one: with one emoji, a str has 4 bytes per letter
+            try:
+                text = document.strip(b"\n").decode()
+            except UnicodeDecodeError:
+                raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
+            yield from (part[0] for part in re.finditer(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", text))
 
 
 def parquet_column(path: Path) -> Iterator[str | None]:

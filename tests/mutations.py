@@ -640,6 +640,9 @@ SECTIONS = [
     ]),
     ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
         ("(?s:.{1,8191})(?:\\n|\\Z)|(?s:.{1,8192})", "(?s:.{1,8192})"),
+        ('.replace(b"\\r\\n", b"\\n").replace', ".replace"),
+        ('.replace(b"\\r", b"\\n")', ""),
+        ("text = document.strip", "text = data.decode() and document.strip"),
         ("text[:TOKENIZER_DOC_CHARS] for", "text for"),
         ("for text in texts), TOKENIZER_CHARS), [])", "for text in texts), 10**9), [])"),
         ("VOCAB_SIZE - len(SPECIAL_TOKENS)", "VOCAB_SIZE"),

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+import tracemalloc
 from itertools import islice, pairwise
 
 import numpy as np
@@ -96,6 +97,25 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     documents = list(prepare.documents(tmp_path / "book.txt"))
     assert "".join(documents) == lines + "x" * 200_000 + "the end"
     assert max(map(len, documents)) <= 2**13 and all(d.endswith("\n") for d in documents[:30]) and len(documents) < 75
+
+
+def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
+    """One emoji would make it four bytes per character if all of it were one str."""
+    with open(tmp_path / "books.txt", "w", encoding="utf-8") as file:
+        for i in range(200):
+            file.write("🙂" * (i == 7) + "a line of a book\n" * 6000 + "<|endoftext|>")
+    size = (tmp_path / "books.txt").stat().st_size
+    tracemalloc.start()
+    documents = sum(1 for _ in prepare.documents(tmp_path / "books.txt"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size > 20e6 and documents == 200 * 13 and peak < 2.2 * size, f"{peak / size:.1f} times its size"
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\r", "\n"])
+def test_the_lines_of_a_text_may_end_as_on_any_system(tmp_path, newline):
+    (tmp_path / "a.txt").write_bytes(f"one{newline}{newline}two{newline}<|endoftext|>{newline}three".encode())
+    assert list(prepare.documents(tmp_path / "a.txt")) == ["one\n\ntwo", "three"]
 
 
 def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path):
