@@ -29,9 +29,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -374,18 +374,14 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple
 
 def read_parts(parts: list[tuple], repo: str = "") -> Files:
     """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
-    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
-    parts, downloads = [parts[2], *parts], {}
 
-    def texts(i):
-        path, start, stop = parts[i]
-        if not downloads:  # start them with the first file that is needed
-            downloads.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
-        if path in downloads:
-            downloads[path].result()
+    def texts(path, start, stop):
+        if not path.exists():
+            download(path, repo)
         yield from filter(None, itertools.islice(documents(path), start, stop))
 
-    return [(name, texts(i)) for i, name in enumerate(names)]
+    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
+    return [(name, texts(*part)) for name, part in zip(names, [parts[2], *parts], strict=True)]
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
@@ -437,7 +433,7 @@ def documents(path: Path) -> Iterator[str | None]:
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        for document in data.split(b"<|endoftext|>"):  # decoded one by one: with one emoji, a str has 4 bytes per letter
+        for document in data.split(b"<|endoftext|>"):  # one by one: a single emoji makes a str 4 bytes per letter
             try:
                 text = document.strip(b"\n").decode()
             except UnicodeDecodeError:
@@ -472,42 +468,37 @@ class Unreachable(PrepareError):
     """The hub does not answer."""
 
 
-def in_background(calls: dict) -> dict[object, Future]:
-    """Runs them one by one in a daemon thread, for which the process does not wait: a DNS lookup has no timeout."""
-    futures = {key: Future() for key in calls}
-
-    def work():
-        for key, future in futures.items():
-            try:
-                future.set_result(calls[key]())
-            except Exception as error:
-                future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return futures
-
-
-def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Downloads missing files in the background. Raises Unreachable if the hub does not answer within 6 s."""
-    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
-        os.environ.setdefault(name, "1")
-    missing = [path for path in paths if not path.exists()]
-    if not missing:
-        return {}
+@cache
+def check_hub(endpoint: str) -> None:
+    """Raises Unreachable if the hub does not answer within 6 s. In a thread, since a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    try:
-        in_background({endpoint: lambda: get_session().head(endpoint, timeout=5)})[endpoint].result(timeout=6)
-    except Exception as error:
-        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): go online, {ELSEWHERE}") from None
-    return in_background({path: partial(download, path, repo, endpoint) for path in missing})
+    problem = "no answer within 6 s"
+
+    def ask():
+        nonlocal problem
+        try:
+            get_session().head(endpoint, timeout=5)
+            problem = ""
+        except Exception as error:
+            problem = one_line(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
+    thread.start()
+    thread.join(timeout=6)
+    if problem:
+        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
 
 
-def download(path: Path, repo: str, endpoint: str) -> None:
-    """hf_hub_download resumes transfers and obeys Retry-After; other failures that may pass are retried here."""
+def download(path: Path, repo: str) -> None:
+    """hf_hub_download resumes a broken transfer within one call and obeys Retry-After; other passing failures are
+    retried here. Raises Unreachable if the hub does not answer."""
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
+        os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download
 
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    check_hub(endpoint)
     for attempt in range(ATTEMPTS):
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)

@@ -636,7 +636,6 @@ SECTIONS = [
         ("resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))", "str(most)"),
         ("train_shards += name.startswith(\"train\")", "train_shards += 1"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
-        ("for path, *_ in parts[i:]]", "for path, *_ in parts[i : i + 1]]"),
     ]),
     ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
         ("(?s:.{1,8191})(?:\\n|\\Z)|(?s:.{1,8192})", "(?s:.{1,8192})"),
@@ -647,7 +646,7 @@ SECTIONS = [
         ("for text in texts), TOKENIZER_CHARS), [])", "for text in texts), 10**9), [])"),
         ("VOCAB_SIZE - len(SPECIAL_TOKENS)", "VOCAB_SIZE"),
         ("timeout=6", "timeout=60"),
-        ("daemon=True).start()", "daemon=False).start()"),
+        ("daemon=True)", "daemon=False)"),
         ("ids += [bos, *(", "ids += [*("),
         ("and read(current) == directory.name:", "and False:"),
         ("        if data or own:\n            raise", "        if data:\n            raise"),
@@ -656,13 +655,9 @@ SECTIONS = [
         ("disallowed_special=()", "allowed_special='all'"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n        except", "                open_shard(path, tokenizer.fingerprint)\n        except"),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "links"], [
-        ("downloads[path].result()", "pass"),
-    ]),
     ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or missing"], [
         ("            lock(file, math.inf)\n", ""),
-        ("        in_background({endpoint:", "        in_background({path: partial(download, path, repo, endpoint) for path in missing}); in_background({endpoint:"),
-        ("future.set_exception(error)\n\n", "future.set_exception(error)\n                return\n\n"),
+        ("    check_hub(endpoint)\n", ""),
         ("if error.errno == errno.ENOSPC", "if True"),
         ("verify and hashlib.sha256(tokens)", "False and hashlib.sha256(tokens)"),
         ("status not in (408, 416, 429)", "status not in (408, 416)"),

@@ -158,7 +158,7 @@ def parquet(tmp_path_factory) -> bytes:
 @pytest.fixture
 def hurried(monkeypatch) -> list[float]:
     """Short patience and small chunks; returns the waits asked for, huggingface_hub's own among them."""
-    prepare.download_ahead("some/data", [])  # sets the environment that huggingface_hub reads when it is imported
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # read when huggingface_hub is imported
     from huggingface_hub import constants
 
     waits = []
@@ -171,8 +171,7 @@ def hurried(monkeypatch) -> list[float]:
 def fetch(server: FaultyServer, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENDPOINT", server.url)
-        (download,) = prepare.download_ahead("some/data", [folder / "a.parquet"]).values()
-    download.result(60)
+        prepare.download(folder / "a.parquet", "some/data")
 
 
 A_PARQUET = "/datasets/some/data/resolve/main/a.parquet"
@@ -240,20 +239,6 @@ def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hu
         assert not server.ranges() and sum(hurried) <= 10 * 60
 
 
-def test_a_missing_file_does_not_stop_the_next_download(parquet, hurried, tmp_path, monkeypatch):
-    with FaultyServer({A_PARQUET: parquet}) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        gone, here = prepare.download_ahead("some/data", [tmp_path / "gone.parquet", tmp_path / "a.parquet"]).values()
-        here.result(60)
-        with pytest.raises(PrepareError, match=r"gone\.parquet of some/data: .*404"):
-            gone.result(60)
-
-
-def test_a_file_that_is_there_is_not_asked_for(tmp_path):
-    (tmp_path / "a.parquet").touch()
-    assert prepare.download_ahead("some/data", [tmp_path / "a.parquet"]) == {}
-
-
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
 def test_a_full_disk_while_downloading_is_not_tried_again(parquet, hurried, tmpfs):
     with FaultyServer({A_PARQUET: parquet + bytes(2**21)}) as server:
@@ -267,9 +252,8 @@ def test_nobody_at_the_other_end_is_noticed_within_seconds(tmp_path, monkeypatch
     for endpoint in ("http://127.0.0.1:9", "not a url"):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(prepare.Unreachable, match=rf"cannot reach {endpoint} \(.+\): go online"):
-            prepare.download_ahead("some/data", [tmp_path / "a.parquet"])
-    time.sleep(1)
-    assert "trying again" not in capsys.readouterr().out  # nothing goes on in the background
+            prepare.download(tmp_path / "a.parquet", "some/data")
+    assert "trying again" not in capsys.readouterr().out
     assert time.perf_counter() - start < 60  # two times 8 at worst; a busy machine takes longer
 
 

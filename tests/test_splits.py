@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from http_faults import FaultyServer, respond
 from small_corpus import ROOT, run_prepare, texts, tree, write_climbmix, write_corpus, write_parquet
 
 import prepare
@@ -335,30 +333,7 @@ def test_a_constant_that_shapes_the_data_makes_another_dataset(tmp_path, monkeyp
     assert not names & {prepare.find_source(data)[0] for data in ("climbmix", "tinystories", "embedded")}
 
 
-# Downloading and tokenizing overlap
-
-
-def test_the_next_file_is_downloaded_while_one_is_tokenized(tmp_path, monkeypatch):
-    """Reading a file waits here until another one has been asked for, as long as there is one."""
-    files, read = write_climbmix(tmp_path), []
-    names = [path.rpartition("/")[2] for path in files]
-    asked = {name: threading.Event() for name in names}
-
-    def documents(path: Path, real=prepare.documents):
-        read.append(path.name)
-        others = [asked[name] for name in names if name not in read]
-        assert not others or any(event.wait(60 / len(others)) for event in others), f"{read} alone"
-        return real(path)
-
-    def notice(handler, body) -> None:
-        asked[handler.path.rpartition("/")[2]].set()
-        respond(handler, body)
-
-    monkeypatch.setattr(prepare, "documents", documents)
-    with FaultyServer(files, [notice] * 4) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        prepare.prepare("climbmix", 2)
-    assert read[0] == names[0] and sorted(read[1:]) == sorted(names)  # the first is read for the tokenizer, too
+# What is there already
 
 
 def test_files_whose_token_shards_are_there_are_not_downloaded_again(tmp_path, cache, monkeypatch):
