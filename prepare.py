@@ -500,6 +500,7 @@ def download(path: Path, repo: str) -> None:
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     check_hub(endpoint)
     for attempt in range(ATTEMPTS):
+        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # what interrupted runs and attempts have left
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
             next(parquet_column(path), None)  # raises if it is not a parquet file
@@ -507,11 +508,9 @@ def download(path: Path, repo: str) -> None:
         except Exception as error:  # of requests, httpx or huggingface_hub
             if getattr(error, "errno", None):  # of the disk
                 raise
+            path.unlink(missing_ok=True)  # not parquet
             cause = error.__cause__ or error
             status = getattr(getattr(cause, "response", None), "status_code", 0)
-            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: start over
-                path.unlink(missing_ok=True)
-                shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             raise PrepareError(f"{path.name} of {repo}: {one_line(cause)}; run again, {ELSEWHERE}")
         print(f"{path.name}: {one_line(cause)}; trying again in {2**attempt} s", flush=True)

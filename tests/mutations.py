@@ -655,14 +655,15 @@ SECTIONS = [
         ("disallowed_special=()", "allowed_special='all'"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n        except", "                open_shard(path, tokenizer.fingerprint)\n        except"),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or missing"], [
+    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or removed"], [
         ("            lock(file, math.inf)\n", ""),
         ("    check_hub(endpoint)\n", ""),
         ("if error.errno == errno.ENOSPC", "if True"),
         ("verify and hashlib.sha256(tokens)", "False and hashlib.sha256(tokens)"),
         ("status not in (408, 416, 429)", "status not in (408, 416)"),
         ("time.sleep(2**attempt)", "pass"),
-        ("if type(error) in (OSError, PrepareError) or status == 416:", "if False:"),
+        ('shutil.rmtree(path.parent / ".cache", ignore_errors=True)', "pass"),
+        ("path.unlink(missing_ok=True)  # not parquet", "pass"),
     ]),
     ("The log", "harness.py", LOG, [
         ('round(val_bpb, 6) < (best', 'round(val_bpb, 6) <= (best'),

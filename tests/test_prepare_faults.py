@@ -220,6 +220,15 @@ def test_a_transfer_that_breaks_off_is_resumed_by_range(parquet, hurried, tmp_pa
     assert (tmp_path / "a.parquet").read_bytes() == parquet
 
 
+def test_what_an_interrupted_download_left_is_removed_by_the_next_one(parquet, hurried, tmp_path):
+    left = tmp_path / ".cache" / "huggingface" / "download" / "of another version.incomplete"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(bytes(10**6))
+    with FaultyServer({A_PARQUET: parquet}, [http_faults.truncate]) as server:
+        fetch(server, tmp_path)
+    assert not list(tmp_path.rglob("*.incomplete")) and (tmp_path / "a.parquet").read_bytes() == parquet
+
+
 @pytest.mark.parametrize("code", [401, 403, 404, 410])
 def test_what_will_not_change_is_not_tried_again(hurried, tmp_path, code):
     with FaultyServer({}, [], itertools.repeat(http_faults.status(code))) as server:
