@@ -546,16 +546,16 @@ def make(data: str, num_shards: int | None) -> Path:
     name, files = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
     directory, current = cache_dir() / (f"{name}x{count}" if count else name), cache_dir() / "current"
-    if is_ready(directory) and read(current) == directory.name:
-        return directory
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with open(cache_dir() / "lock", "ab") as file:
-        if not lock(file, patience=0):
-            print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
-            lock(file, math.inf)
-        if not is_ready(directory):
-            build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
-        with new_file(current) as file:
+    if not is_ready(directory):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with open(cache_dir() / "lock", "ab") as file:
+            if not lock(file, patience=0):
+                print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
+                lock(file, math.inf)
+            if not is_ready(directory):
+                build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
+    if read(current) != directory.name:
+        with suppress(OSError), new_file(current) as file:  # a cache that cannot be written serves what it holds
             file.write(directory.name.encode() + b"\n")
     return directory
 

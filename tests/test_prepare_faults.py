@@ -138,8 +138,10 @@ def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(tmpfs, prepared
     cache = tmpfs / "cache"
     shutil.copytree(prepared, cache)
     write_parquet(tmpfs / "more" / "a.parquet", texts(5))
+    (cache / "current").write_text("another dataset\n")
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
-    assert run_prepare("--data", corpus, cache=cache).returncode == 0
+    run = run_prepare("--data", corpus, cache=cache)
+    assert run.returncode == 0 and "ready: corpus-" in run.stdout, "though it is not the current one"
     run = run_prepare("--data", tmpfs / "more", cache=cache)
     assert run.returncode == 1 and run.stderr.count("\n") == 1 and "Read-only" in run.stderr, run.stderr
     assert run_prepare("--data", tmpfs / "more", cache=tmp_path).returncode == 0  # the text itself may be read-only
