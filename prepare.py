@@ -520,7 +520,7 @@ def download(path: Path, repo: str) -> None:
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. With neither,
-    and no network, falls back to `embedded` without recording that."""
+    and no network, falls back to the one prepared last, else to `embedded`, without recording that."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
@@ -534,7 +534,12 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     except Unreachable as error:
         if data or own:
             raise
-        print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
+        print(error)
+        with suppress(PrepareError):
+            if is_ready(directory := current_dataset()):
+                print(f"NO NETWORK: using {directory.name}, which was prepared last in {cache_dir()}")
+                return directory
+        print("NO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)

@@ -650,6 +650,8 @@ SECTIONS = [
         ("ids += [bos, *(", "ids += [*("),
         ("    if read(current) != directory.name:", "    if True:"),
         ("        if data or own:\n            raise", "        if data:\n            raise"),
+        ("if is_ready(directory := current_dataset()):", "if directory := current_dataset():"),
+        ("if is_ready(directory := current_dataset()):", "if is_ready(directory := current_dataset()) and False:"),
         ("return make(\"embedded\", None)", "return prepare(\"embedded\", None)"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n        except", "                raise PrepareError\n        except"),
         ("disallowed_special=()", "allowed_special='all'"),
