@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import errno
 import fcntl
 import hashlib
 import itertools
@@ -293,7 +292,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         if header != [MAGIC, len(tokens), fingerprint] or (verify and hashlib.sha256(tokens).digest() != checksum):
             raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
-        raise PrepareError(f"{path}: {error}; delete it and train_shards there, rerun the prepare.py command") from None
+        raise PrepareError(f"{path}: {error}; delete it, rerun the prepare.py command") from None
     return tokens, checksum
 
 
@@ -655,8 +654,7 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "fix that"
-        sys.exit(f"{one_line(error)}: {remedy}, or set AUTORESEARCH_CACHE to another folder")
+        sys.exit(f"{one_line(error)}: fix that, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to continue")
 

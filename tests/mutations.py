@@ -662,7 +662,6 @@ SECTIONS = [
         ("    if not is_ready(directory):\n        cache_dir().mkdir", "    if True:\n        cache_dir().mkdir"),
         ("with suppress(OSError), new_file(current) as", "with new_file(current) as"),
         ("    check_hub(endpoint)\n", ""),
-        ("if error.errno == errno.ENOSPC", "if True"),
         ("verify and hashlib.sha256(tokens)", "False and hashlib.sha256(tokens)"),
         ("status not in (408, 416, 429)", "status not in (408, 416)"),
         ("time.sleep(2**attempt)", "pass"),

@@ -121,7 +121,7 @@ def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, c
     cache = cache.format(tmp_path)
     run = run_prepare("--data", corpus, cache=cache)
     assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
-    assert "set AUTORESEARCH_CACHE" in run.stderr and "space" not in run.stderr
+    assert "set AUTORESEARCH_CACHE" in run.stderr
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path):
     write_parquet(tmp_path / "data" / "b.parquet", texts(1))
     run = run_prepare("--data", tmp_path / "data", cache=tmpfs)
     assert run.returncode == 1 and run.stderr.count("\n") == 1, run.stderr
-    assert "No space left" in run.stderr and "free some space" in run.stderr
+    assert "No space left" in run.stderr and "set AUTORESEARCH_CACHE" in run.stderr
     left = {name.rpartition("/")[2] for name in tree(tmpfs)}
     assert left == {"lock", "tokenizer.txt", "test_00000.bin", "val_00000.bin"}
 
@@ -352,7 +352,7 @@ def test_a_shard_of_another_length_than_it_says_or_of_another_version_is_refused
     sizes = [good[:16] + n.to_bytes(8, "little") + other for n in (0, 2**31, 2**62, 2**63, 2**64 - 1)]
     for bad in (*bodies, *sizes, b"token shards, v1" + good[16:], good + b"\0\0"):
         shard.write_bytes(bad)
-        with pytest.raises(PrepareError, match="delete it and train_shards there"):
+        with pytest.raises(PrepareError, match="delete it, rerun"):
             prepare.open_shard(shard, tokenizer.fingerprint)
 
 
