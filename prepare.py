@@ -113,12 +113,12 @@ class TokenStream:
     def read(self, start: int, n: int) -> np.ndarray:
         """n tokens from position `start`, across shards: (n,) uint16."""
         i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # the index is negative: from the shard's end
+        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # negative index: counted from the shard's end
         return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
 
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target, in the same order for all seeds and epochs."""
+    """Endless (start, epoch) of windows of T + 1 tokens that overlap by one; same order for every seed and epoch."""
     random = np.random.RandomState(1)  # NumPy keeps its stream stable, unlike default_rng's
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
@@ -164,7 +164,7 @@ def current_dataset() -> Path:
 
 
 def adopt_dataset(directory: Path) -> None:
-    """Makes `directory` this clone's dataset unless it has one. From then on no other clone can change it."""
+    """Makes `directory` this clone's dataset unless it has one: what other clones prepare no longer changes it."""
     with suppress(OSError):
         if not read(DATASET):  # an interrupted run may have left it empty
             DATASET.write_text(directory.name)
@@ -312,7 +312,7 @@ Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of ea
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """A dataset's name, with a hash of text and constants, and its Files as a function of num_shards (None: all)."""
+    """Returns `label@hash` (of text and constants) and a function from num_shards (None: all) to its Files."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -344,7 +344,7 @@ def find_folder(folder: Path):
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
-    """For test, val and each train shard: a file or the standard library, and which of its documents, [start, stop)."""
+    """Returns (path, start, stop) for test, val and each train shard: documents [start, stop) of that path."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -360,7 +360,8 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """VAL_FILE is val, TEST_FILE test. Without that, test is the last 5% of train, or its last file if that is less."""
+    """VAL_FILE is val, TEST_FILE test. Without that, test is the end of the last train file: 5% of all documents, or
+    the whole file if it has fewer."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -526,7 +527,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     wanted = data or own.partition("@")[0] or "climbmix"
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
         if num_shards or not is_ready(cache_dir() / own):
-            raise PrepareError(f"this clone's dataset is {own}: give the --data DIR that it was made from")
+            raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
         return current_dataset()
     try:
         directory = make(wanted, num_shards)
@@ -643,7 +644,9 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    parser.add_argument("--num-shards", type=int, help="train shards (default: for five minutes; of a folder: all)")
+    parser.add_argument(
+        "--num-shards", type=int, help="number of train shards (default: enough for five minutes; for a folder: all)"
+    )
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     try:

@@ -439,10 +439,10 @@ def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp
     own = prepare.prepare(str(write_texts(tmp_path / "folder", numbered(0, 100))))
     prepare.DATASET.write_text(own.name)  # adopted: the folder's path is not known
     assert prepare.prepare() == own
-    with pytest.raises(PrepareError, match="give the --data"):
+    with pytest.raises(PrepareError, match="run again with --data"):
         prepare.prepare(num_shards=2)
     (own / "val_00000.bin").unlink()
-    with pytest.raises(PrepareError, match=f"dataset is {own.name}: give the --data"):
+    with pytest.raises(PrepareError, match=f"this clone's dataset, {own.name}, is from a folder: run again with"):
         prepare.prepare()
     monkeypatch.setattr(prepare, "DATASET", Path("/proc/.dataset"))
     prepare.adopt_dataset(first)  # a clone that cannot be written to goes on without
