@@ -269,10 +269,7 @@ def log_result(
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> str:
-        rows = read_results(path)
-        if rows and (last := rows[-1]["dataset"]) != dataset:
-            print(f"{path.name}: the last row is for {last}, this one for {dataset}: they are not comparable")
-        same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+        same = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
         best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
         better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
         return "crash" if reason else "keep" if better else "discard"

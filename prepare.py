@@ -425,10 +425,9 @@ def documents(path: Path) -> Iterator[str | None]:
     """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
     if path.suffix == ".parquet":
         yield from parquet_column(path)
-    elif path.is_dir():  # Python modules, sorted by the hash of their names
-        skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
-        names = [file.relative_to(path) for file in path.rglob("*.py")]
-        names = [name for name in names if skip.isdisjoint(name.parts)]
+    elif path.is_dir():  # Python modules, sorted by the hash of their names; some distributions leave the tests out
+        skip = {"site-packages", "dist-packages", "test", "tests"}
+        names = [name for file in path.rglob("*.py") if skip.isdisjoint((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
@@ -492,7 +491,7 @@ def check_hub(endpoint: str) -> None:
 
 def download(path: Path, repo: str) -> None:
     """hf_hub_download resumes a broken transfer within one call and obeys Retry-After; other passing failures are
-    retried here. Raises Unreachable if the hub does not answer."""
+    retried here."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download

@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import io
 import itertools
 import json
 import math
@@ -287,6 +288,16 @@ def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(lo
     assert path.is_dir() == (content == "a folder") and (not path.is_file() or path.read_text() == content)
     error = capsys.readouterr().err
     assert re.search(r"cannot take this row .*\nabcdef0\t1.150000\t2.5\tkeep\ttry\tT4\td\t39.3$", error, re.MULTILINE)
+
+
+def test_a_row_on_another_dataset_is_written_though_nobody_reads_what_is_printed(log, monkeypatch):
+    log(1.5)
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True))
+    with pytest.raises(BrokenPipeError):
+        print("here")
+    assert log(1.9, dataset="embedded-1") == "keep" and len(harness.read_results(log.path)) == 2
 
 
 def test_half_a_row_is_never_written(log):
