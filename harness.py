@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # torch is imported inside functions, because night supervises runs without it
+import prepare
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id, evaluate_bpb, lock, one_line
 
 RESULTS = Path(__file__).resolve().with_name("results.tsv")
@@ -641,16 +642,13 @@ def save_weights(model, tokenizer: Tokenizer) -> None:
     import torch
     from safetensors.torch import save_file
 
-    part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
     state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
         config = json.dumps(dataclasses.asdict(model.config))
-        save_file(state, part, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
-        os.replace(part, WEIGHTS)
+        with prepare.new_file(WEIGHTS) as file:
+            save_file(state, file.name, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
     except Exception as error:
         print(f"train.py: {WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):

@@ -379,7 +379,8 @@ SECTIONS = [
     ("Weights and text", "harness.py", ["test_run.py", "-k", "saved or full_disk or sample or writ or official"], [
         ("else t).contiguous() for", "else t) for"),
         ("t.half() if t.dtype == torch.float32 else t", "t"),
-        ("save_file(state, part, {", "save_file(state, WEIGHTS, {"),
+        ("save_file(state, file.name, {", "save_file(state, WEIGHTS, {"),
+        ("with prepare.new_file(WEIGHTS) as file:", "with open(f'{WEIGHTS}.part{os.getpid()}', 'wb') as file:"),
         ("if args.save:", "if True:"),
         ("model.eval().load_state_dict", "model.load_state_dict"),
         ('torch.compiler.set_stance("force_eager")', "torch.no_grad()"),

@@ -485,10 +485,11 @@ def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_bef
     run = clone.run("--save", edit="resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))")
     assert run.code == 0 and clone.statuses == ["keep"] and clone.left_over == {"model.safetensors"}, run
     assert run.err.count("\n") == 1 and "model.safetensors" in run.err
-    half = "lambda real, tensors, path, *_: (path.write_bytes(b'half'), send(signal.SIGKILL))"
+    half = "lambda real, tensors, path, *_: (open(path, 'wb').write(b'half'), send(signal.SIGKILL))"
     edit = f"import safetensors.torch\nreplace(safetensors.torch, 'save_file', {half})"
     assert clone.run("--save", edit=edit).code == -signal.SIGKILL and len(clone.left_over) == 2
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
+    assert clone.run("--save").code == 0 and clone.left_over == {"model.safetensors"}, "the half is gone"
 
 
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
