@@ -76,7 +76,8 @@ class Clock:
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
+        if sys.__stderr__:  # None under `2>&-`
+            faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
@@ -527,7 +528,8 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         adopt_dataset(tokenizer.directory)
 
     def log(summary: dict, **result) -> dict:
-        """Writes the row and summary.json; returns the whole summary. From then on a signal just ends the process."""
+        """Writes the row and summary.json; returns the whole summary. From then on SIGINT and SIGTERM just end the
+        process; SIGHUP stays ignored."""
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
         status = refusal or log_result(**row, **result)
         summary.setdefault("status", status)  # a crash has set it

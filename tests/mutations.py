@@ -538,6 +538,7 @@ SECTIONS = [
         ("expected_end < self.seconds + self.OVERRUN", "True"),
         ("expected_end < self.seconds + self.OVERRUN", "expected_end < self.seconds"),
         ("OVERRUN = 3 ", "OVERRUN = 5 "),
+        ("if sys.__stderr__:", "if True:"),
         ("if progress > 0.05 else math.inf", "if progress > 0 else math.inf"),
         ("self.tokens * (1 / progress - 1)", "self.tokens / progress"),
         ("return elapsed < self.seconds and", "return"),

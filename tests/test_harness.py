@@ -71,6 +71,17 @@ def test_clock_counts_tokens_where_they_are_limited(now):
     assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
 
 
+def test_clock_runs_where_stderr_is_closed(now, monkeypatch):
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, None)  # as Python does after `2>&-`
+    clock = Clock(tokens=10)
+    clock.start()
+    assert clock.running()
+    now[0] += 1
+    clock.advance(10, LOSS, 1)
+    assert not clock.running() and clock.stop() == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "elapsed", "running"),
     [
