@@ -58,7 +58,6 @@ class Clock:
 
     def start(self) -> None:
         gc.collect()
-        gc.disable()  # a collection would stall a step for half a second
         write_record("curve.tsv", "step\tseconds\ttokens\tloss\tlr\n")
         self.started = time.perf_counter()
 
@@ -86,12 +85,16 @@ class Clock:
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
         """Call after each step. loss: scalar tensor on the device; epoch: of the training text; lr: for curve.tsv."""
+        import torch
+
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        pending = *copy_to_host(loss), self.progress(), self.steps, now, self.tokens, epoch, lr
+        host = loss.detach().to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
+        pending = host, copied, self.progress(), self.steps, now, self.tokens, epoch, lr
         self._read_loss()
         self._pending = pending
 
@@ -126,8 +129,7 @@ class Clock:
         return self.elapsed()
 
     def release(self) -> None:
-        """Re-enables garbage collection and cancels the pending stack trace."""
-        gc.enable()
+        """Cancels the pending stack trace."""
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -172,14 +174,6 @@ def synchronize() -> None:
 
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def copy_to_host(scalar) -> tuple:
-    """Starts the copy. Returns it and the CUDA event after which it is complete (None: it already is)."""
-    import torch
-
-    host = scalar.detach().to("cpu", non_blocking=True)
-    return host, torch.cuda.current_stream().record_event() if scalar.is_cuda else None
 
 
 # ---- Log
@@ -493,7 +487,7 @@ def run(train: Callable, build_model: Callable) -> None:
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
     parser.add_argument("--sample", metavar="TEXT", help="don't train: continue TEXT with the saved weights")
     args = parser.parse_args()
-    gc.disable()  # compiling leaves little garbage, yet collecting it took 1.6 s of start-up (measured)
+    gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
     try:

@@ -242,6 +242,12 @@ def test_rows_keep_the_best_so_far_and_name_the_commit(night):
         assert (row["gpu"], row["dataset"]) == (run.summary["gpu"], run.summary["dataset"])
 
 
+def test_nothing_stalls_a_step_to_collect_garbage(clone):
+    edit = "import gc\nat_step(3, lambda loss: fail(AssertionError('collects')) if gc.isenabled() else loss)"
+    run = clone.run("--tokens", "4096", edit=edit)
+    assert run.code == 0 and "val_bpb" in run.summary, run
+
+
 def test_a_model_that_gives_no_logits_writes_nothing_and_keeps_its_row(clone):
     edit = "replace(train.GPT, 'forward', lambda real, self, x, y, **reduction: real(self, x, y, **reduction))"
     run = clone.run(edit=edit)
