@@ -54,7 +54,8 @@ class Clock:
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
         self._pending = None  # the last step, whose loss is unread
-        self._losses, self._line = [], -1  # since the last printed line; when that was, in 1/200 of the budget
+        self._losses = []  # since the last printed line
+        self._line = -1  # how many 1/200 of the budget had passed then
 
     def start(self) -> None:
         gc.collect()
@@ -80,7 +81,7 @@ class Clock:
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
-        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of one more step
+        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # if one more step starts now
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
@@ -140,8 +141,8 @@ def write_record(name: str, text: str, mode: str = "w") -> None:
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles the model: runs step(loader), one optimizer step, on random tokens, with half the device_batch_size
-    whenever memory runs out. Restores buffers and RNG state, but not the weights: reinitialize them."""
+    """Compiles the model: one call of step(loader) on random tokens. If memory runs out, halves device_batch_size and
+    tries again. Restores buffers and RNG state, but not the weights: reinitialize them."""
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
@@ -250,14 +251,12 @@ def log_result(
 ) -> str:  # fmt: skip
     """Appends one row to results.tsv, or prints it to stderr if the file cannot take it. Returns the row's status.
 
-    `crash` if there is a reason or val_bpb is not finite; `keep` if val_bpb is below to_beat (default: the lowest so
-    far on that gpu and dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
+    `crash` if there is a reason; `keep` if val_bpb is below to_beat (default: the lowest so far on that gpu and
+    dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
         commit, description = git_head()
-    if not reason and not math.isfinite(val_bpb):
-        reason = f"val_bpb {val_bpb}"
     if reason:
         reason = reason.replace("[", "(").replace("]", ")")
         val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
@@ -360,8 +359,8 @@ GPUS = {
     "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
     "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200: the datasheet's
-# FLOP/s divided by the maximum clock, which the datasheet does not assume.
+# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200 datasheets assume
+# less than the maximum clock: their FLOP/s / (multiprocessors * maximum clock).
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
@@ -610,8 +609,8 @@ def on_signal(number, frame):
 
 
 def crash_reason(error: BaseException) -> str:
-    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: a wrong shape fails
-    in Linear.forward, but its caller made it."""
+    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: if Linear.forward
+    fails on a wrong shape, its caller is the line to fix."""
     if isinstance(error, SystemExit):
         reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
         return reasons.get(error.code, f"exit status {error.code}")

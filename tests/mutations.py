@@ -677,7 +677,6 @@ SECTIONS = [
         ("    def judge() -> str:\n", "    def judge() -> str:\n        print(path)\n"),
         ('for row in same if row["status"] != "crash")', "for row in same)"),
         ('for row in same if row["status"] != "crash")', 'for row in same if row["status"] == "keep")'),
-        ("if not reason and not math.isfinite(val_bpb):", "if False:"),
         ("clean, (commit[:7], text", "clean, (commit, text"),
         ("map(clean, (commit", "map(str, (commit"),
         ("if not lock(file, patience=60):", "if False:"),
