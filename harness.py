@@ -526,8 +526,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
         status = refusal or log_result(**row, **result)
         summary.setdefault("status", status)  # a crash has set it
-        numbers = {key: as_number(value) for key, value in summary.items()}
-        write_record("summary.json", json.dumps(numbers | row, indent=1, default=str))
+        write_record("summary.json", json.dumps(summary | row, indent=1, default=str))
         handle_signals(signal.SIG_DFL)
         return summary | row
 
@@ -541,22 +540,22 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         eval_seconds = time.perf_counter() - start
         if night_record().get("score_test"):
             test_bpb = score(model, tokenizer, "test")
-            numbers["test_bpb"] = f"{test_bpb:.6f}"
+            numbers["test_bpb"] = round(test_bpb, 6)
         memory = torch.cuda.max_memory_allocated()  # bytes; 0 without a GPU
         seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
         summary = {
-            "val_bpb": f"{val_bpb:.6f}",
-            "training_seconds": f"{seconds:.1f}",
-            "total_seconds": f"{total:.1f}",
-            "peak_vram_mb": f"{memory / 2**20:.1f}",
-            "mfu_percent": f"{mfu_percent(model, clock, device):.2f}",
-            "total_tokens_M": f"{tokens_M:.1f}",
+            "val_bpb": round(val_bpb, 6),
+            "training_seconds": round(seconds, 1),
+            "total_seconds": round(total, 1),
+            "peak_vram_mb": round(memory / 2**20, 1),
+            "mfu_percent": round(mfu_percent(model, clock, device), 2),
+            "total_tokens_M": round(tokens_M, 1),
             "num_steps": clock.steps,
-            "num_params_M": f"{num_params(model) / 1e6:.1f}",
+            "num_params_M": round(num_params(model) / 1e6, 1),
             "depth": "?",
-            "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
-            "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
-            "eval_seconds": f"{eval_seconds:.1f}",
+            "tokens_per_sec": round(clock.tokens / seconds),
+            "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
+            "eval_seconds": round(eval_seconds, 1),
             **numbers,
             "seed": args.seed,
         }
@@ -575,13 +574,6 @@ def mfu_percent(model, clock: Clock, device) -> float:
     if device.type != "cuda" or not hasattr(model, "flops_per_token"):
         return 0.0
     return 100 * model.flops_per_token() * clock.tokens / clock.elapsed() / this_gpu().peak_flops
-
-
-def as_number(value):
-    """The value, parsed if it is the text of a number."""
-    with suppress(ValueError, TypeError):
-        return json.loads(value)
-    return value
 
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:

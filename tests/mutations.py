@@ -395,6 +395,7 @@ SECTIONS = [
     ]),
     ("The summary", "harness.py", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or never"], [
         ("TIME_BUDGET if args.seconds is None else args.seconds", "TIME_BUDGET"),
+        ('"val_bpb": round(val_bpb, 6)', '"val_bpb": val_bpb'),
         ('score(model, tokenizer, "val")', 'score(model, tokenizer, "test")'),
         ('test_bpb = score(model, tokenizer, "test")', 'test_bpb = score(model, tokenizer, "val")'),
         ('if night_record().get("score_test"):', "if night_record():"),
@@ -406,15 +407,14 @@ SECTIONS = [
         ('{dtype}, {model.config}"', '{dtype}"'),
     ]),
     ("The summary's times", "harness.py", ["test_run.py", "-k", "same_seed"], [
-        ('"first_step_sec": f"{total - (', '"first_step_sec": f"{total + ('),
-        ('f"{clock.tokens / seconds:.0f}"', 'f"{clock.tokens / total:.0f}"'),
+        ('"first_step_sec": round(total - (', '"first_step_sec": round(total + ('),
+        ('round(clock.tokens / seconds)', 'round(clock.tokens / total)'),
         ("eval_seconds = time.perf_counter() - start", "eval_seconds = time.perf_counter()"),
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
     ("The record of a run", "harness.py", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
-        ('write_record("summary.json", json.dumps(numbers | row', 'write_record("summary.json", json.dumps(summary | row'),
-        ("json.dumps(numbers | row, indent", "json.dumps({k: as_number(v) for k, v in (summary | row).items()}, indent"),
+        ('"val_bpb": round(val_bpb, 6)', '"val_bpb": f"{val_bpb:.6f}"'),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
     ]),
