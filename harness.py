@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # torch is imported inside functions, because night supervises runs without it
+import prepare
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id, evaluate_bpb, lock, one_line
 
 RESULTS = Path(__file__).resolve().with_name("results.tsv")
@@ -53,11 +54,11 @@ class Clock:
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
         self._pending = None  # the last step, whose loss is unread
-        self._losses, self._line = [], -1  # since the last printed line; when that was, in 1/200 of the budget
+        self._losses = []  # since the last printed line
+        self._line = -1  # how many 1/200 of the budget had passed then
 
     def start(self) -> None:
         gc.collect()
-        gc.disable()  # a collection would stall a step for half a second
         write_record("curve.tsv", "step\tseconds\ttokens\tloss\tlr\n")
         self.started = time.perf_counter()
 
@@ -75,21 +76,26 @@ class Clock:
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
+        if sys.__stderr__:  # None under `2>&-`
+            faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
-        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # of one more step
+        expected_end = elapsed * (1 + 1 / max(1, self.steps))  # if one more step starts now
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
         """Call after each step. loss: scalar tensor on the device; epoch: of the training text; lr: for curve.tsv."""
+        import torch
+
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        pending = *copy_to_host(loss), self.progress(), self.steps, now, self.tokens, epoch, lr
+        host = loss.detach().to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
+        pending = host, copied, self.progress(), self.steps, now, self.tokens, epoch, lr
         self._read_loss()
         self._pending = pending
 
@@ -124,8 +130,7 @@ class Clock:
         return self.elapsed()
 
     def release(self) -> None:
-        """Re-enables garbage collection and cancels the pending stack trace."""
-        gc.enable()
+        """Cancels the pending stack trace."""
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -136,8 +141,8 @@ def write_record(name: str, text: str, mode: str = "w") -> None:
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles the model: runs step(loader), one optimizer step, on random tokens, with half the device_batch_size
-    whenever memory runs out. Restores buffers and RNG state, but not the weights: reinitialize them."""
+    """Compiles the model: one call of step(loader) on random tokens. If memory runs out, halves device_batch_size and
+    tries again. Restores buffers and RNG state, but not the weights: reinitialize them."""
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
@@ -170,14 +175,6 @@ def synchronize() -> None:
 
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def copy_to_host(scalar) -> tuple:
-    """Starts the copy. Returns it and the CUDA event after which it is complete (None: it already is)."""
-    import torch
-
-    host = scalar.detach().to("cpu", non_blocking=True)
-    return host, torch.cuda.current_stream().record_event() if scalar.is_cuda else None
 
 
 # ---- Log
@@ -254,14 +251,12 @@ def log_result(
 ) -> str:  # fmt: skip
     """Appends one row to results.tsv, or prints it to stderr if the file cannot take it. Returns the row's status.
 
-    `crash` if there is a reason or val_bpb is not finite; `keep` if val_bpb is below to_beat (default: the lowest so
-    far on that gpu and dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
+    `crash` if there is a reason; `keep` if val_bpb is below to_beat (default: the lowest so far on that gpu and
+    dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
     """
     path = Path(path or RESULTS)
     if commit is None:
         commit, description = git_head()
-    if not reason and not math.isfinite(val_bpb):
-        reason = f"val_bpb {val_bpb}"
     if reason:
         reason = reason.replace("[", "(").replace("]", ")")
         val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
@@ -269,10 +264,7 @@ def log_result(
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> str:
-        rows = read_results(path)
-        if rows and (last := rows[-1]["dataset"]) != dataset:
-            print(f"{path.name}: the last row is for {last}, this one for {dataset}: they are not comparable")
-        same = [row for row in rows if (row["gpu"], row["dataset"]) == (gpu, dataset)]
+        same = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
         best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
         better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
         return "crash" if reason else "keep" if better else "discard"
@@ -367,8 +359,8 @@ GPUS = {
     "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
     "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
 }  # fmt: skip
-# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200: the datasheet's
-# FLOP/s divided by the maximum clock, which the datasheet does not assume.
+# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200 datasheets assume
+# less than the maximum clock: their FLOP/s / (multiprocessors * maximum clock).
 FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
 
 
@@ -494,7 +486,7 @@ def run(train: Callable, build_model: Callable) -> None:
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
     parser.add_argument("--sample", metavar="TEXT", help="don't train: continue TEXT with the saved weights")
     args = parser.parse_args()
-    gc.disable()  # compiling leaves little garbage, yet collecting it took 1.6 s of start-up (measured)
+    gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
     try:
@@ -529,12 +521,12 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         adopt_dataset(tokenizer.directory)
 
     def log(summary: dict, **result) -> dict:
-        """Writes the row and summary.json; returns the whole summary. From then on a signal just ends the process."""
+        """Writes the row and summary.json; returns the whole summary. From then on SIGINT and SIGTERM just end the
+        process; SIGHUP stays ignored."""
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
         status = refusal or log_result(**row, **result)
         summary.setdefault("status", status)  # a crash has set it
-        numbers = {key: as_number(value) for key, value in summary.items()}
-        write_record("summary.json", json.dumps(numbers | row, indent=1, default=str))
+        write_record("summary.json", json.dumps(summary | row, indent=1, default=str))
         handle_signals(signal.SIG_DFL)
         return summary | row
 
@@ -548,22 +540,22 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         eval_seconds = time.perf_counter() - start
         if night_record().get("score_test"):
             test_bpb = score(model, tokenizer, "test")
-            numbers["test_bpb"] = f"{test_bpb:.6f}"
+            numbers["test_bpb"] = round(test_bpb, 6)
         memory = torch.cuda.max_memory_allocated()  # bytes; 0 without a GPU
         seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
         summary = {
-            "val_bpb": f"{val_bpb:.6f}",
-            "training_seconds": f"{seconds:.1f}",
-            "total_seconds": f"{total:.1f}",
-            "peak_vram_mb": f"{memory / 2**20:.1f}",
-            "mfu_percent": f"{mfu_percent(model, clock, device):.2f}",
-            "total_tokens_M": f"{tokens_M:.1f}",
+            "val_bpb": round(val_bpb, 6),
+            "training_seconds": round(seconds, 1),
+            "total_seconds": round(total, 1),
+            "peak_vram_mb": round(memory / 2**20, 1),
+            "mfu_percent": round(mfu_percent(model, clock, device), 2),
+            "total_tokens_M": round(tokens_M, 1),
             "num_steps": clock.steps,
-            "num_params_M": f"{num_params(model) / 1e6:.1f}",
+            "num_params_M": round(num_params(model) / 1e6, 1),
             "depth": "?",
-            "tokens_per_sec": f"{clock.tokens / seconds:.0f}",
-            "first_step_sec": f"{total - (time.perf_counter() - clock.started):.1f}",
-            "eval_seconds": f"{eval_seconds:.1f}",
+            "tokens_per_sec": round(clock.tokens / seconds),
+            "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
+            "eval_seconds": round(eval_seconds, 1),
             **numbers,
             "seed": args.seed,
         }
@@ -582,13 +574,6 @@ def mfu_percent(model, clock: Clock, device) -> float:
     if device.type != "cuda" or not hasattr(model, "flops_per_token"):
         return 0.0
     return 100 * model.flops_per_token() * clock.tokens / clock.elapsed() / this_gpu().peak_flops
-
-
-def as_number(value):
-    """The value, parsed if it is the text of a number."""
-    with suppress(ValueError, TypeError):
-        return json.loads(value)
-    return value
 
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
@@ -616,8 +601,8 @@ def on_signal(number, frame):
 
 
 def crash_reason(error: BaseException) -> str:
-    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: a wrong shape fails
-    in Linear.forward, but its caller made it."""
+    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: if Linear.forward
+    fails on a wrong shape, its caller is the line to fix."""
     if isinstance(error, SystemExit):
         reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
         return reasons.get(error.code, f"exit status {error.code}")
@@ -644,16 +629,13 @@ def save_weights(model, tokenizer: Tokenizer) -> None:
     import torch
     from safetensors.torch import save_file
 
-    part = WEIGHTS.with_name(f"{WEIGHTS.name}.part{os.getpid()}")
     state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
     try:
         config = json.dumps(dataclasses.asdict(model.config))
-        save_file(state, part, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
-        os.replace(part, WEIGHTS)
+        with prepare.new_file(WEIGHTS) as file:
+            save_file(state, file.name, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
     except Exception as error:
         print(f"train.py: {WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import errno
 import fcntl
 import hashlib
 import itertools
@@ -29,9 +28,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -114,12 +113,12 @@ class TokenStream:
     def read(self, start: int, n: int) -> np.ndarray:
         """n tokens from position `start`, across shards: (n,) uint16."""
         i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # the index is negative: from the shard's end
+        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # negative index: counted from the shard's end
         return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
 
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
-    """Endless (start, epoch) of windows of T inputs and one more target, in the same order for all seeds and epochs."""
+    """Endless (start, epoch) of windows of T + 1 tokens that overlap by one; same order for every seed and epoch."""
     random = np.random.RandomState(1)  # NumPy keeps its stream stable, unlike default_rng's
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
@@ -165,7 +164,7 @@ def current_dataset() -> Path:
 
 
 def adopt_dataset(directory: Path) -> None:
-    """Makes `directory` this clone's dataset unless it has one. From then on no other clone can change it."""
+    """Makes `directory` this clone's dataset unless it has one: what other clones prepare no longer changes it."""
     with suppress(OSError):
         if not read(DATASET):  # an interrupted run may have left it empty
             DATASET.write_text(directory.name)
@@ -293,7 +292,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         if header != [MAGIC, len(tokens), fingerprint] or (verify and hashlib.sha256(tokens).digest() != checksum):
             raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
-        raise PrepareError(f"{path}: {error}; delete it and train_shards there, rerun the prepare.py command") from None
+        raise PrepareError(f"{path}: {error}; delete it, rerun the prepare.py command") from None
     return tokens, checksum
 
 
@@ -313,7 +312,7 @@ Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of ea
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """A dataset's name, with a hash of text and constants, and its Files as a function of num_shards (None: all)."""
+    """Returns `label@hash` (of text and constants) and a function from num_shards (None: all) to its Files."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -345,7 +344,7 @@ def find_folder(folder: Path):
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
-    """For test, val and each train shard: a file or the standard library, and which of its documents, [start, stop)."""
+    """Returns (path, start, stop) for test, val and each train shard: documents [start, stop) of that path."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -361,7 +360,8 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """VAL_FILE is val, TEST_FILE test. Without that, test is the last 5% of train, or its last file if that is less."""
+    """VAL_FILE is val, TEST_FILE test. Without that, test is the end of the last train file: 5% of all documents, or
+    the whole file if it has fewer."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -374,18 +374,14 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple
 
 def read_parts(parts: list[tuple], repo: str = "") -> Files:
     """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
-    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
-    parts, downloads = [parts[2], *parts], {}
 
-    def texts(i):
-        path, start, stop = parts[i]
-        if not downloads:  # start them with the first file that is needed
-            downloads.update(download_ahead(repo, [path for path, *_ in parts[i:]]))
-        if path in downloads:
-            downloads[path].result()
+    def texts(path, start, stop):
+        if not path.exists():
+            download(path, repo)
         yield from filter(None, itertools.islice(documents(path), start, stop))
 
-    return [(name, texts(i)) for i, name in enumerate(names)]
+    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
+    return [(name, texts(*part)) for name, part in zip(names, [parts[2], *parts], strict=True)]
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
@@ -429,19 +425,19 @@ def documents(path: Path) -> Iterator[str | None]:
     """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
     if path.suffix == ".parquet":
         yield from parquet_column(path)
-    elif path.is_dir():  # Python modules, sorted by the hash of their names
-        skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
-        names = [file.relative_to(path) for file in path.rglob("*.py")]
-        names = [name for name in names if skip.isdisjoint(name.parts)]
+    elif path.is_dir():  # Python modules, sorted by the hash of their names; some distributions leave the tests out
+        skip = {"site-packages", "dist-packages", "test", "tests"}
+        names = [name for file in path.rglob("*.py") if skip.isdisjoint((name := file.relative_to(path)).parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
-        try:
-            text = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise PrepareError(f"{path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from None
-        for book in text.split("<|endoftext|>"):
-            yield from re.findall(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", book.strip("\n"))
+        data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        for document in data.split(b"<|endoftext|>"):  # one by one: a single emoji makes a str 4 bytes per letter
+            try:
+                text = document.strip(b"\n").decode()
+            except UnicodeDecodeError:
+                raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
+            yield from (part[0] for part in re.finditer(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", text))
 
 
 def parquet_column(path: Path) -> Iterator[str | None]:
@@ -471,43 +467,39 @@ class Unreachable(PrepareError):
     """The hub does not answer."""
 
 
-def in_background(calls: dict) -> dict[object, Future]:
-    """Runs them one by one in a daemon thread, for which the process does not wait: a DNS lookup has no timeout."""
-    futures = {key: Future() for key in calls}
-
-    def work():
-        for key, future in futures.items():
-            try:
-                future.set_result(calls[key]())
-            except Exception as error:
-                future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return futures
-
-
-def download_ahead(repo: str, paths: list[Path]) -> dict[Path, Future]:
-    """Downloads missing files in the background. Raises Unreachable if the hub does not answer within 6 s."""
-    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
-        os.environ.setdefault(name, "1")
-    missing = [path for path in paths if not path.exists()]
-    if not missing:
-        return {}
+@cache
+def check_hub(endpoint: str) -> None:
+    """Raises Unreachable if the hub does not answer within 6 s. In a thread, since a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    try:
-        in_background({endpoint: lambda: get_session().head(endpoint, timeout=5)})[endpoint].result(timeout=6)
-    except Exception as error:
-        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): go online, {ELSEWHERE}") from None
-    return in_background({path: partial(download, path, repo, endpoint) for path in missing})
+    problem = "no answer within 6 s"
+
+    def ask():
+        nonlocal problem
+        try:
+            get_session().head(endpoint, timeout=5)
+            problem = ""
+        except Exception as error:
+            problem = one_line(error)
+
+    thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
+    thread.start()
+    thread.join(timeout=6)
+    if problem:
+        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
 
 
-def download(path: Path, repo: str, endpoint: str) -> None:
-    """hf_hub_download resumes transfers and obeys Retry-After; other failures that may pass are retried here."""
+def download(path: Path, repo: str) -> None:
+    """hf_hub_download resumes a broken transfer within one call and obeys Retry-After; other passing failures are
+    retried here."""
+    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
+        os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download
 
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    check_hub(endpoint)
     for attempt in range(ATTEMPTS):
+        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # what interrupted runs and attempts have left
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
             next(parquet_column(path), None)  # raises if it is not a parquet file
@@ -515,11 +507,9 @@ def download(path: Path, repo: str, endpoint: str) -> None:
         except Exception as error:  # of requests, httpx or huggingface_hub
             if getattr(error, "errno", None):  # of the disk
                 raise
+            path.unlink(missing_ok=True)  # not parquet
             cause = error.__cause__ or error
             status = getattr(getattr(cause, "response", None), "status_code", 0)
-            if type(error) in (OSError, PrepareError) or status == 416:  # wrong size or content: start over
-                path.unlink(missing_ok=True)
-                shutil.rmtree(path.parent / ".cache", ignore_errors=True)
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             raise PrepareError(f"{path.name} of {repo}: {one_line(cause)}; run again, {ELSEWHERE}")
         print(f"{path.name}: {one_line(cause)}; trying again in {2**attempt} s", flush=True)
@@ -529,21 +519,26 @@ def download(path: Path, repo: str, endpoint: str) -> None:
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. With neither,
-    and no network, falls back to `embedded` without recording that."""
+    and no network, falls back to the one prepared last, else to `embedded`, without recording that."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
         if num_shards or not is_ready(cache_dir() / own):
-            raise PrepareError(f"this clone's dataset is {own}: give the --data DIR that it was made from")
+            raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
         return current_dataset()
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
         if data or own:
             raise
-        print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
+        print(error)
+        with suppress(PrepareError):
+            if is_ready(directory := current_dataset()):
+                print(f"NO NETWORK: using {directory.name}, which was prepared last in {cache_dir()}")
+                return directory
+        print("NO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)
@@ -555,16 +550,16 @@ def make(data: str, num_shards: int | None) -> Path:
     name, files = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
     directory, current = cache_dir() / (f"{name}x{count}" if count else name), cache_dir() / "current"
-    if is_ready(directory) and read(current) == directory.name:
-        return directory
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with open(cache_dir() / "lock", "ab") as file:
-        if not lock(file, patience=0):
-            print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
-            lock(file, math.inf)
-        if not is_ready(directory):
-            build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
-        with new_file(current) as file:
+    if not is_ready(directory):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with open(cache_dir() / "lock", "ab") as file:
+            if not lock(file, patience=0):
+                print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
+                lock(file, math.inf)
+            if not is_ready(directory):
+                build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
+    if read(current) != directory.name:
+        with suppress(OSError), new_file(current) as file:  # a cache that cannot be written serves what it holds
             file.write(directory.name.encode() + b"\n")
     return directory
 
@@ -648,7 +643,9 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    parser.add_argument("--num-shards", type=int, help="train shards (default: for five minutes; of a folder: all)")
+    parser.add_argument(
+        "--num-shards", type=int, help="number of train shards (default: enough for five minutes; for a folder: all)"
+    )
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     try:
@@ -659,8 +656,7 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "fix that"
-        sys.exit(f"{one_line(error)}: {remedy}, or set AUTORESEARCH_CACHE to another folder")
+        sys.exit(f"{one_line(error)}: fix that, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to continue")
 

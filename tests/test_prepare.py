@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import time
+import tracemalloc
 from itertools import islice, pairwise
 
 import numpy as np
@@ -98,6 +99,25 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     assert max(map(len, documents)) <= 2**13 and all(d.endswith("\n") for d in documents[:30]) and len(documents) < 75
 
 
+def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
+    """One emoji would make it four bytes per character if all of it were one str."""
+    with open(tmp_path / "books.txt", "w", encoding="utf-8") as file:
+        for i in range(200):
+            file.write("🙂" * (i == 7) + "a line of a book\n" * 6000 + "<|endoftext|>")
+    size = (tmp_path / "books.txt").stat().st_size
+    tracemalloc.start()
+    documents = sum(1 for _ in prepare.documents(tmp_path / "books.txt"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size > 20e6 and documents == 200 * 13 and peak < 2.2 * size, f"{peak / size:.1f} times its size"
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\r", "\n"])
+def test_the_lines_of_a_text_may_end_as_on_any_system(tmp_path, newline):
+    (tmp_path / "a.txt").write_bytes(f"one{newline}{newline}two{newline}<|endoftext|>{newline}three".encode())
+    assert list(prepare.documents(tmp_path / "a.txt")) == ["one\n\ntwo", "three"]
+
+
 def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path):
     documents = [f"document {i}" for i in range(1000)]
     documents[7], documents[300] = "", None
@@ -122,8 +142,23 @@ def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_
     assert tokenizer.get_vocab_size() == prepare.VOCAB_SIZE
     assert len(prepare.TokenStream(tokenizer, "val")) > 100_000
     assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset
+    again = run_prepare(cache=cache, clone=clone, **nowhere)  # what is prepared now is what the cache has
+    assert again.returncode == 0 and f"NO NETWORK: using {folder.name}, which was prepared last" in again.stdout, again
     (clone / ".dataset").write_text("climbmix@12345678x1")  # it has a dataset: another one is no replacement
     assert run_prepare(cache=cache, clone=clone, **nowhere).returncode == 1
+
+
+def test_without_network_a_new_clone_uses_the_dataset_that_the_cache_has_if_it_is_whole(prepared, tmp_path):
+    cache, clone = shutil.copytree(prepared, tmp_path / "cache"), tmp_path / "clone"
+    clone.mkdir()
+    name = (cache / "current").read_text().strip()
+    run = run_prepare(cache=cache, clone=clone, HF_ENDPOINT="http://127.0.0.1:9")
+    assert run.returncode == 0 and "ready: corpus-" in run.stdout, run
+    assert f"NO NETWORK: using {name}, which was prepared last in {cache}" in run.stdout
+    assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset: later it may be climbmix
+    (cache / name / "val_00000.bin").unlink()
+    run = run_prepare(cache=cache, clone=clone, HF_ENDPOINT="http://127.0.0.1:9")
+    assert run.returncode == 0 and "ready: embedded-" in run.stdout, run
 
 
 def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
@@ -133,7 +168,7 @@ def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
     )
     start = time.perf_counter()
     run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
-    assert run.returncode == 1 and "cannot reach https://huggingface.co (TimeoutError)" in run.stderr, run
+    assert run.returncode == 1 and "cannot reach https://huggingface.co (no answer within 6 s)" in run.stderr, run
     seconds = time.perf_counter() - start
     assert seconds < 10 or (os.getloadavg()[0] > os.cpu_count() and seconds < 25), f"{seconds:.1f} s"
 
