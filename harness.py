@@ -183,23 +183,6 @@ HEADER = "\t".join(COLUMNS)
 DIFFERS = " (train.py differs)"  # ends the subject of a row whose train.py had uncommitted changes
 
 
-class Label(NamedTuple):
-    """The gpu column. Rows are comparable if their labels and datasets are equal."""
-
-    gpu: str  # gpu_name()
-    setting: str = ""  # budget_name(): what the command line changed
-    report: bool = False  # rows of a report are only compared with each other
-
-    @classmethod
-    def parse(cls, text: str) -> Label:
-        pattern = r"(.*?)((?: as \w+)?(?:, [\d.e+-]+ (?:M tokens|s))?)(, report)?"
-        gpu, setting, report = re.fullmatch(pattern, text, re.S).groups()
-        return cls(gpu, setting, bool(report))
-
-    def __str__(self) -> str:
-        return self.gpu + self.setting + ", report" * self.report
-
-
 class Description(NamedTuple):
     """The description column."""
 
@@ -210,7 +193,7 @@ class Description(NamedTuple):
 
     @classmethod
     def parse(cls, row: dict) -> Description:
-        pattern = r"(.*?)(?:[,:] seed (\d+))?(?:, test (\d+\.\d{6}))?"
+        pattern = r"(.*?)(?:, seed (\d+))?(?:, test (\d+\.\d{6}))?"
         pattern += r" ?(?:\[([^[]*)\])?" if row["status"] == "crash" else "()"
         subject, seed, test, reason = re.fullmatch(pattern, row["description"]).groups()
         return cls(subject, seed and int(seed), test and float(test), reason or "")

@@ -425,9 +425,10 @@ def documents(path: Path) -> Iterator[str | None]:
     """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
     if path.suffix == ".parquet":
         yield from parquet_column(path)
-    elif path.is_dir():  # Python modules, sorted by the hash of their names; some distributions leave the tests out
-        skip = {"site-packages", "dist-packages", "test", "tests"}
-        names = [name for file in path.rglob("*.py") if skip.isdisjoint((name := file.relative_to(path)).parts)]
+    elif path.is_dir():  # Python modules, sorted by the hash of their names
+        skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
+        names = [file.relative_to(path) for file in path.rglob("*.py")]
+        names = [name for name in names if skip.isdisjoint(name.parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
         yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
     else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import harness
 import prepare
-from harness import Description, Label
-from night.rows import ROOT, name_of
+from harness import Description
+from night.rows import ROOT, Label, name_of
 
 RUNS = ROOT / "runs"
 QUIET = 120  # seconds without a change after which a run that has no summary counts as killed

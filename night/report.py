@@ -5,12 +5,12 @@ import math
 import statistics
 
 import harness
-from harness import Description, Label
+from harness import Description
 from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import arm, experiments, good, grouped, in_history, scores
+from night.rows import Label, arm, experiments, good, grouped, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 

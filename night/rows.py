@@ -16,11 +16,28 @@ import numpy as np
 
 import harness
 import prepare
-from harness import Description, Label
+from harness import Description
 from prepare import PrepareError
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTRIBUTION_SEEDS = 1001  # from here on
+
+
+class Label(NamedTuple):
+    """The gpu column. Rows are comparable if their labels and datasets are equal."""
+
+    gpu: str  # harness.gpu_name()
+    setting: str = ""  # harness.budget_name(): what the command line changed
+    report: bool = False  # rows of a report are only compared with each other
+
+    @classmethod
+    def parse(cls, text: str) -> "Label":
+        pattern = r"(.*?)((?: as \w+)?(?:, [\d.e+-]+ (?:M tokens|s))?)(, report)?"
+        gpu, setting, report = re.fullmatch(pattern, text, re.S).groups()
+        return cls(gpu, setting, bool(report))
+
+    def __str__(self) -> str:
+        return self.gpu + self.setting + ", report" * self.report
 
 
 class Kind(NamedTuple):

@@ -6,10 +6,10 @@ import re
 import sys
 from collections import Counter
 
-from harness import Label, read_results
+from harness import read_results
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import commit_of, experiments, grouped, in_history, place, with_error
+from night.rows import Label, commit_of, experiments, grouped, in_history, place, with_error
 from prepare import PrepareError
 
 

@@ -19,12 +19,25 @@ from typing import NamedTuple
 
 import harness
 import prepare
-from harness import Description, Label
+from harness import Description
 from night.clean import scratch_folder
 from night.commits import doubts
 from night.live import Board, wave_lock
 from night.records import end_record, folder_name, new_folder
-from night.rows import ROOT, Kind, archive, decide, good, grouped, name_of, reference, revisions, scores, with_error
+from night.rows import (
+    ROOT,
+    Kind,
+    Label,
+    archive,
+    decide,
+    good,
+    grouped,
+    name_of,
+    reference,
+    revisions,
+    scores,
+    with_error,
+)
 from night.run import PATIENCE, train_options
 from prepare import PrepareError
 

@@ -21,11 +21,11 @@ from small_corpus import ROOT, WORDS, copy_files
 
 import harness
 import prepare
-from harness import Description, Label
+from harness import Description
 from night import rows
 from night.__main__ import main, parse
 from night.plot import plot
-from night.rows import Kind, reference
+from night.rows import Kind, Label, reference
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
@@ -655,14 +655,6 @@ def test_gpu_column_and_description_are_read_as_they_are_written():
     ):
         row = dict(status=status, description=text)
         assert [*Description.parse(row)] == parts and str(Description(*parts)) == text
-
-
-def test_a_row_on_another_dataset_than_the_one_before_says_so(tmp_path, capsys):
-    row = dict(val_bpb=1.2, memory_gb=1.0, gpu="g", commit="abc", path=tmp_path / "results.tsv")
-    for dataset in ("d-1", "d-1", "d-2"):
-        assert not capsys.readouterr().out
-        harness.log_result(**row, dataset=dataset)
-    assert "the last row is for d-1, this one for d-2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])

@@ -15,9 +15,9 @@ from test_night import Night
 
 import harness
 import prepare
-from harness import Description, Label
+from harness import Description
 from night.report import difference, gains
-from night.rows import Kind, experiments, seed_noise
+from night.rows import Kind, Label, experiments, seed_noise
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
