@@ -458,9 +458,9 @@ class MuonAdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict], dtype: torch.dtype):
         super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler lets step() unscale and skip
         self.dtype = dtype  # of Newton-Schulz
-        device = self.param_groups[0]["params"][0].device
-        self.num_skipped, self.found_inf = (torch.zeros((), device=device) for _ in range(2))
-        self.grad_scale = torch.ones((), device=device)  # GradScaler sets both beforehand
+        self.device = self.param_groups[0]["params"][0].device
+        self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
+        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets both beforehand
         self.tables = {}  # by group; hidden from GradScaler, which would coalesce sparse gradients: a sync
         for i, group in enumerate(self.param_groups):
             params = group["params"]
@@ -488,7 +488,7 @@ class MuonAdamW(torch.optim.AdamW):
         super().step()  # Muon and row_adam_ have set their gradients to None
 
     def step_muon(self, group, live):
-        wrap = compiled if self.num_skipped.is_cuda else (lambda f: f)
+        wrap = compiled if self.device.type == "cuda" else (lambda f: f)
         scale, momentum_buffer = group["state"]
         lr, decay, rate = (live * x for x in (group["lr"], group["weight_decay"], 1 - group["momentum"]))
         stacks, grads = [], []

@@ -300,7 +300,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it was made from a user's folder
         shards = int((folder / "train_shards").read_text())
     command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
-    task = ray.remote(num_returns="streaming", num_cpus=0)(run_in_checkout)
+    task = ray.remote(num_returns="streaming", num_cpus=0, max_retries=0)(run_in_checkout)
     on = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
     head, able = archive("HEAD"), []
     for node, answer in zip(nodes, [task.remote(head, files, command) for task in on], strict=True):

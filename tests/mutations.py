@@ -788,7 +788,7 @@ SECTIONS = [
         ("._replace(report=kind.report)", ""),
         ("to_beat=to_beat, test_bpb=test_bpb, reason", "to_beat=to_beat, reason"),
         ("                if run.commit == base[0]:\n", "                if True:\n"),
-        ("max_retries=0", "max_retries=1"),
+        ("max_retries=0,  # Ray", "max_retries=1,  # Ray"),
         ("run not in self.lost", "True"),
         ("                    self.submit(run, base)\n                    continue\n", ""),
         ('            if row["commit"] == base[0]:  # judge', '            if False:  # judge'),
