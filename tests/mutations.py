@@ -774,7 +774,7 @@ SECTIONS = [
         ("args.limit = args.limit or", "args.limit ="),
         ("(args.seconds, args.tokens, args.gpu)", "(args.seconds, args.tokens, None)"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset or interrupted"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset or interrupted or lost_node"], [
         ('other[seed] for seed in own if seed in other', 'min(other.values()) for seed in own if seed in other'),
         ("scores(groups.get((gpu, base), []))", "scores([row for row in rows if row['commit'] == base])"),
         ("tokens = max(", "tokens = min("),
