@@ -34,14 +34,14 @@ def report(args: argparse.Namespace) -> None:
         title += "".join(f"\n{best_of(*one)}" for one in arms.items())
         pictures += "\n\n![](arms.png)"
     print(title)
-    kept = in_history(kept)
+    kept, parts = in_history(kept), [title]
 
     def write(text: str) -> None:
+        """Appends to the report, so that a part is safe before the next one is begun."""
         print(f"\n{text}")
         parts.append(text)
         harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, pictures]) + "\n", "utf-8")
 
-    parts = [title]
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:

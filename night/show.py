@@ -31,7 +31,9 @@ def last_place(setting: str = "") -> list[dict]:
     """The experiments with that budget (five minutes; or, if there are none, any) on the last one's GPU and dataset."""
     rows = experiments()
     found = [row for row in rows if Label.parse(row["gpu"]).setting == setting]
-    if not (found := found or rows * (not setting)):
+    if not found and not setting:
+        found = rows
+    if not found:
         raise PrepareError(f"results.tsv has no row{setting}: train something first")
     return [row for row in rows if place(row) == place(found[-1])]
 

@@ -199,7 +199,8 @@ class Tuner(Trainer):
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
                     edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
-                    decide(edits - {run.commit}, row, self.kind)  # if it was the reference, these may have ended before
+                    if edits:  # this was the reference: judge those of its edits that ended before it
+                        decide(edits - {run.commit}, row, self.kind)
         self.show_best()
 
     def begun(self) -> list[dict]:

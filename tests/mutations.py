@@ -930,8 +930,8 @@ SECTIONS = [
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or leave_records or chain or five_minute"], [
         ("worth[new] = worth.setdefault(old, 0.0) + change", "worth[new] = change"),
         (">noise.band(len(idea.changes), idea.same_seed):" if False else "> noise.band(len(idea.changes), idea.same_seed):", "> 0:"),
-        ("found or rows * (not setting)", "found or rows"),
-        ("rows * (not setting)", "[]"),
+        ("    if not found and not setting:\n", "    if not found:\n"),
+        ("        found = rows\n", "        pass\n"),
         ("abs(idea.change) < noise.band(len(idea.changes), idea.same_seed)", "abs(idea.change) < noise.seed"),
         ('if idea.status != "crash"], lambda', "], lambda"),
         ("splitlines()[-20:]", "splitlines()[:0]"),

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from edits import EDITS
+
 import harness
 import train
 from night.__main__ import parse
@@ -25,22 +27,6 @@ from night.commits import commit_train, read_train
 from night.rows import commit_of
 from night.wave import Trainer, start_ray
 
-EDITS = {  # what leaves a mechanism out; parameters that nothing uses any more get no gradient
-    "3-grams": ("NGRAMS = (2, 3", "NGRAMS = (2"),
-    "4-grams": (", 4)  ", ",)  "),
-    "induction embedding": ("x = x + torch.where(found.unsqueeze(-1), F.", "torch.where(found.unsqueeze(-1), F."),
-    "x0": ("x = x + self.x0_lambda * x0", "pass"),
-    "value embeddings": ("if self.value_embed is not None:\n            v", "if False:\n            v"),
-    "gates of value embeddings": ("v + gate[:, :, H:] * F", "v + F"),
-    "decay of value embeddings": ("VALUE_EMBED_DECAY = 0.003", "VALUE_EMBED_DECAY = 0.0  "),
-    "head gates": ("(y * gate[:, :, :H]).flatten", "y.flatten"),
-    "residual lambdas": ("x = self.residual_lambda * x ", "x = x "),
-    "shifted half keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
-    "shifted pieces": ("self.shift = i % 2 * self.window // 2", "self.shift = 0"),
-    "LeakyReLU^2, not ReLU^2": ("F.leaky_relu(x, 0.3)", "F.relu(x)"),
-    "softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
-    "cautious decay": ("decay * p * (update * p >= 0)", "decay * p"),
-}
 SEEDS = 1001, 1002  # of each version, one by one
 GPT = "self.config, self.dtype, self.attention = config, "
 OF_EXPERTS = {  # for sizes that have some

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """
-An agent for `night loop` that needs no language model: it moves one constant of train.py, or makes one of EDITS. So a
+An agent for `night loop` that needs no language model: it moves one constant of train.py, or makes an edit. So a
 night can be tried out, and timed: at its end the loop prints for how much of the time GPUs were in use.
 
     python -m night loop --agent "$PWD/tests/bench/script_agent.py 40" --hours 2   # thinks for about 40 s
@@ -12,24 +12,19 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import edits
+
 from night.tune import edit, read_knobs
 
-EDITS = {
-    "LeakyReLU^2 -> ReLU^2": ("F.leaky_relu(x, 0.3)", "F.relu(x)"),
+EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
+EDITS |= {
     "slope of LeakyReLU^2 0.3 -> 0.5": ("F.leaky_relu(x, 0.3)", "F.leaky_relu(x, 0.5)"),
     "MLP 4x -> 3x": ("else 4) * config.n_embd", "else 3) * config.n_embd"),
     "MLP 4x -> 5x": ("else 4) * config.n_embd", "else 5) * config.n_embd"),
-    "no 4-grams": ("NGRAMS = (2, 3, 4)", "NGRAMS = (2, 3)"),
     "5-grams, too": ("NGRAMS = (2, 3, 4)", "NGRAMS = (2, 3, 4, 5)"),
-    "no softcap": ("SOFTCAP = 12.0", "SOFTCAP = None"),
-    "no shifted keys": ("k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n", "\n"),
-    "no head gates": ("(y * gate[:, :, :H]).flatten", "y.flatten"),
     "no QK-norm": ("rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)", "rotate(q, cos, sin), rotate(k, cos, sin)"),
     "value embeddings and x0 in every block": ("C) if i % 2 == 0 else None", "C)"),
-    "value embeddings without gates": ("v + gate[:, :, H:] * F", "v + F"),
-    "no induction embedding": ("x = x + torch.where(found", "torch.where(found"),
     "x0 is not normalized": ("x = x0 = norm(x)", "x = x0 = x"),
-    "decay not cautious": ("decay * p * (update * p >= 0)", "decay * p"),
     "Newton-Schulz: 5 -> 4 steps": ("    (2.346541, -1.709782, 0.423235),\n", ""),
     "cosine instead of linear decay": (
         "(1 - (1 - FINAL_LR) * progress)",
