@@ -992,6 +992,9 @@ SECTIONS = [
         ('"open" if val > 0', '"open" if val < 0'),
         ('(("harmful", "no evidence"), ("harmful",))', '(("harmful",),)'),
     ]),
+    ("Attribution", "night/report.py", ["test_attribute.py", "-k", "luck"], [
+        ("[*parts, pictures]", "[title, text, pictures]"),
+    ]),
     ("Attribution", "night/commits.py", ["test_attribute.py", "-k", "same_lines or luck"], [
         ("GIT_COMMITTER_DATE=date", "X=date"),
         ("(text, after, before)", "(text, before, after)"),
@@ -1002,7 +1005,6 @@ SECTIONS = [
     ("The report", "night/report.py", ["test_report.py"], [
         ("101 + args.seeds", "101 + 3"),
         ("gains(kept[0], kept[-1], ", "gains(kept[1], kept[-1], "),
-        ("[*parts, pictures]", "[title, text, pictures]"),
         ("tokens < 0.98 *", "tokens < 0.978 *"),
         ("tokens < 0.98 *", "tokens < 0.982 *"),
         ("min(logged, logged - gain)", "logged - gain"),

@@ -241,6 +241,8 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert "Of 5 kept changes 3 are real, 1 shows nothing, 1 does harm; without 2 of them the file is 2 lines" in output
+    report = (clone.folder / "report.md").read_text()
+    assert "On new seeds the gain is " in report and "\n## Which of the kept changes are real?\n" in report
     branch = clone.run("git branch --show-current").strip()
     pruned = clone.run(f"git show {branch}-pruned:train.py")
     assert pruned == text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
