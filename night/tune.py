@@ -112,7 +112,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
     fraction = value < 1 and not re.search(RATES, name)
     room = 0.75 * min(value, 1 - value)
-    low, high = (value - room, value + room) if fraction else (value / 4, value * 4)
+    low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
     if choices:
         low, high = min(choices), max(choices)
     pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])

@@ -73,11 +73,11 @@ def clone(prepared, tmp_path):
 
 def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
     assert {knob.name: knob.choices or (knob.low, knob.high, knob.log) for knob in read_knobs(HOSTILE, 5e12)} == {
-        "A_LR": (0.01, 0.16, True),
+        "A_LR": (0.02, 0.08, True),
         "SHARE": (pytest.approx(0.9125), pytest.approx(0.9875), False),
         "STEPS": (100.0, 300.0, True),
         "ROWS": (2**15, 2**16, 2**17, 2**18, 2**19),
-        "LONG": (308641.75, 4938268.0, True),
+        "LONG": (617283.5, 2469134.0, True),
         "depth": (3, 4, 5, 6, 7),
         "n_embd": (128, 256, 384, 512, 640),
         "window": (64, 128, 256, 512, 1024),
@@ -89,10 +89,10 @@ def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
 
 def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     knobs = {knob.name: knob for knob in read_knobs(HOSTILE, 5e12)}
-    wanted = {"A_LR": 0.0123456, "STEPS": 123.4, "LONG": 2.3e6, "n_embd": 600, "window": 999}
+    wanted = {"A_LR": 0.0234567, "STEPS": 123.4, "LONG": 2.3e6, "n_embd": 600, "window": 999}
     values = {knobs[name]: knobs[name].fit(value) for name, value in (wanted | {"total_batch_size": 2e4}).items()}
     assert [line for line in edit(HOSTILE, values).split(b"\n") if line not in HOSTILE.split(b"\n")] == [
-        b"A_LR = 0.0123      # a rate",
+        b"A_LR = 0.0235      # a rate",
         b"STEPS = 123        # [100, 300] of them, [Smith, 2020]",
         b"LONG = 2_300_000   # digits",
         '    (1e12, "é", Config(9)), (1e12, Config(5, 640, 128, 2048, 1024, 1, 2**14, experts=32)))'.encode(),
