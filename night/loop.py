@@ -41,8 +41,9 @@ TOO_LATE = 124  # exit status of an agent that ran out of time, as from timeout(
 
 PROMPT = """\
 You are a researcher. Change `train.py` in this folder so that a run of it ({budget}) ends with a lower val_bpb, the
-bits per byte on text that the model has not seen. Propose one idea that nobody has tried. It will be trained for you,
-and the next agent will see the result: once the file is edited, you are done.
+bits per byte on text that the model has not seen. Propose one idea that nobody has tried, tonight (see below) or before
+(`docs/tried.md`). It will be trained for you, and the next agent will see the result: once the file is edited, you are
+done.
 
 1. First write a new file `IDEA`: one line that says what you change (`matrix LR 0.04 -> 0.03`).
 2. Then edit `train.py`. You have {minutes:.0f} minutes and no GPU. Don't train, don't commit.
