@@ -31,6 +31,26 @@ EDITS |= {
         "(FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * progress)) / 2)",
     ),
     "learning rates constant for a fifth": ("FINAL_LR) * progress)", "FINAL_LR) * max(0, progress - 0.2) / 0.8)"),
+    "rates fall as 1 - sqrt(progress)": ("FINAL_LR) * progress)", "FINAL_LR) * progress**0.5)"),
+    "an eighth of the MLP's input is from the token before": (
+        "h = norm(x)\n",
+        "h = norm(x)\n        n = h.size(-1) // 8\n"
+        "        h = torch.cat([F.pad(h[..., :n], (0, 0, 1, -1)), h[..., n:]], -1)\n",
+    ),
+    "half of each value is from the token before": (
+        "        parts = zip",
+        "        v = torch.where(self.shifted, F.pad(v, (0, 0, 0, 0, 1, -1)), v)\n        parts = zip",
+    ),
+    "values are normalized": ("        parts = zip", "        v = norm(v)\n        parts = zip"),
+    "attention's output is normalized": (
+        "self.c_proj((y * gate[:, :, :H]).flatten(2))",
+        "self.c_proj(norm((y * gate[:, :, :H]).flatten(2)))",
+    ),
+    "induction by 2 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 2).sort"),
+    "induction by 4 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 4).sort"),
+    "Adam's first beta 0.8 -> 0.9": ("ADAM_BETAS = (0.8, ", "ADAM_BETAS = (0.9, "),
+    "Adam's second beta 0.98 -> 0.99": ("ADAM_BETAS = (0.8, 0.98)", "ADAM_BETAS = (0.8, 0.99)"),
+    "tables' second moment 0.8 -> 0.9": ("betas=(0.0, 0.8)", "betas=(0.0, 0.9)"),
     "all kinds of tables decay": ('!= "sparse":  # constant LR', '!= "":  # constant LR'),
 }
 
