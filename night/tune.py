@@ -23,8 +23,8 @@ from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
-SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others
-CHEAP = ("total_batch_size",)  # for a budget in tokens: only fields that do not change the cost per token
+SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
+# with --tokens none, as they change what a token costs
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
 SUBJECT = 120  # characters of a commit's subject
 
@@ -159,7 +159,7 @@ def tune(args: argparse.Namespace) -> None:
     # In a separate process, so that this one takes no GPU memory
     ask = [sys.executable, "-c", "import harness; print(harness.this_gpu().peak_flops)"]
     peak = harness.named_gpu(args.gpu).peak_flops if args.gpu else float(subprocess.check_output(ask, cwd=ROOT))
-    knobs_of = functools.partial(read_knobs, peak=peak, names=args.knobs, searched=CHEAP if args.tokens else SIZES)
+    knobs_of = functools.partial(read_knobs, peak=peak, names=args.knobs, searched=() if args.tokens else SIZES)
     if args.list:
         return print(*knobs_of(read_train(reference(kind_here(args.setting)))), sep="\n")
     import optuna

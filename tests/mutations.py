@@ -954,7 +954,7 @@ SECTIONS = [
         ("if seconds and before else 1.0", "if seconds else 1.0"),
     ]),
     ("What a token costs", "night/tune.py", ["test_tune.py", "-k", "dearer"], [
-        ('CHEAP = ("total_batch_size",)', 'CHEAP = ("total_batch_size", "window")'),
+        ("searched=() if args.tokens else SIZES", "searched=SIZES"),
     ]),
     ("What a token costs", "night/loop.py", ["test_loop.py", "-k", "prompt"], [
         ("cost=COST * (self.args.tokens is not None)", "cost=COST * (self.args.tokens is None)"),

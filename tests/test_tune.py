@@ -9,12 +9,12 @@ from test_wave import STUB, TWO_SLOTS, Clone
 
 import harness
 import night.plot
-from night import records
+from night import records, tune
 from night.__main__ import parse
 from night.plot import plot
 from night.report import best_of
 from night.rows import arm, grouped
-from night.tune import CHEAP, SIZES, edit, read_knobs
+from night.tune import edit, read_knobs
 from prepare import PrepareError
 
 optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
@@ -108,9 +108,15 @@ def test_a_range_without_the_value_an_unknown_knob_and_cma_es_with_an_agent_are_
         parse(["tune", "--with-agent", "--sampler=cmaes"])
 
 
-def test_by_tokens_no_size_is_searched_that_makes_a_token_dearer():
-    cheap, dear = ({knob.name for knob in read_knobs(HOSTILE, 5e12, searched=sizes)} for sizes in (CHEAP, SIZES))
-    assert dear - cheap == {"depth", "n_embd", "window"}
+def test_by_tokens_no_size_is_searched_as_it_may_make_a_token_dearer(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "kind_here", str)
+    monkeypatch.setattr(tune, "reference", str)
+    monkeypatch.setattr(tune, "read_train", lambda commit: HOSTILE)
+    names = []
+    for budget in ("--seconds=5", "--tokens=5"):
+        tune.tune(parse(["tune", "--list", "--gpu=T4", budget]))
+        names.append({line.split()[0] for line in capsys.readouterr().out.splitlines()})
+    assert names[0] - names[1] == {"depth", "n_embd", "window", "total_batch_size"} and "A_LR" in names[1]
 
 
 def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
