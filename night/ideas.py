@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from harness import Description
 from night.records import curve_of, jump, run_seconds
-from night.rows import ROOT, git, grouped, scores, seed_noise, uncommitted
+from night.rows import ROOT, arm, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
 
@@ -38,7 +38,10 @@ class Idea:
 
     @property
     def family(self) -> str:
-        """The constants it changed, if nothing else; otherwise the place with most changed lines."""
+        """The tuner whose trial it is; else the constants it changed, if nothing else; else the place with most changed
+        lines."""
+        if not (tuner := arm(self.rows[0])).startswith("agent"):
+            return f"tuned by {tuner}"
         if self.values and self.values.keys() == self.places.keys():
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""

@@ -41,22 +41,34 @@ def save(figure, name: str) -> None:
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far, give or take a seed's standard deviation,
-    over its runs and over the minutes they took."""
+    """Draws arms.png: per gpu and dataset, the best val_bpb of each arm and the baseline so far, give or take a seed's
+    standard deviation, over the arm's runs and over the minutes they took."""
     figure, axes = new_figure(len(groups), 2)
     for (left, right), group in zip(axes, groups, strict=True):
         noise = seed_noise(group[0])[0]
+        baseline = next((row["val_bpb"] for row in group if row["status"] == "keep"), np.nan)
         for color, (name, rows) in enumerate(grouped(group, arm).items()):
-            lowest = np.fmin.accumulate([row["val_bpb"] or np.nan for row in rows])
+            scores = np.array([row["val_bpb"] or np.nan for row in rows])
+            lowest = np.fmin.accumulate([baseline, *scores])[1:]
             minutes = np.cumsum([sum(run_seconds([row], "total_seconds")) for row in rows]) / 60
             for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
-                (line,) = ax.step(x, lowest, f".C{color}-", where="post", label=f"{name}, {lowest[-1]:.4f}")
-                ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=line.get_color(), alpha=0.15)
-        left.set(xlabel="runs of the arm", ylabel="best val_bpb so far")
+                ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
+                ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
+                ax.scatter(x, scores, s=8, color=f"C{color}", alpha=0.5, lw=0)
+        found = np.array([row["val_bpb"] for row in group if row["val_bpb"]])
+        low, high = found.min(), worst(baseline, found)
+        margin = max(0.1 * (high - low), 2 * noise)
+        left.set(xlabel="runs of the arm", ylabel="val_bpb; line: best so far", ylim=(low - margin, high + margin))
         right.set(xlabel="minutes that they took, as far as there are records")
         left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
-        left.legend(frameon=False, fontsize=8)
+        right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     save(figure, "arms.png")
+
+
+def worst(first: float, scores: np.ndarray) -> float:
+    """The highest val_bpb to be drawn as it is: that of the baseline, or of most others."""
+    best = scores.min()
+    return np.fmax(first, min(scores.max(), best + 2.5 * np.median(scores - best)))
 
 
 def draw(ax, rows: list[dict]) -> int:
@@ -64,10 +76,10 @@ def draw(ax, rows: list[dict]) -> int:
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status = np.array([row["status"] for row in rows])
     scores = y[status != "crash"]
-    first, best = scores[0], scores.min()
-    worst = max(first, min(scores.max(), best + 2.5 * np.median(scores - best)))
-    margin = max(0.1 * (worst - best), 0.003 * best)
-    y = np.where(status == "crash", best - margin, np.minimum(y, worst + margin))
+    first, best = [*y[status == "keep"], *scores][0], scores.min()  # the first rows may be ideas of a wave
+    top = worst(first, scores)
+    margin = max(0.1 * (top - best), 0.003 * best)
+    y = np.where(status == "crash", best - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
@@ -77,7 +89,7 @@ def draw(ax, rows: list[dict]) -> int:
         if noise := seed_noise(rows[0])[0]:
             band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
             ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
-    ax.set(ylim=(best - margin, worst + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
+    ax.set(ylim=(best - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"

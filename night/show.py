@@ -12,6 +12,8 @@ from night.ideas import Idea, Noise, ideas, oddities
 from night.rows import Label, commit_of, experiments, grouped, in_history, place, with_error
 from prepare import PrepareError
 
+TRIALS = 5  # a tuner makes many: list the best ones
+
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
@@ -59,10 +61,11 @@ def about_night(rows: list[dict]) -> str:
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), noise) for name in knobs]
     for name, group in sorted(families.items()):
-        lines += [
-            f"\n## {name or 'train.py unchanged or not committed, or commit not in this clone'}",
-            *entries(group, rows, noise),
-        ]
+        title = name or "train.py unchanged or not committed, or commit not in this clone"
+        if name.startswith("tuned by "):
+            group, trials = sorted(group, key=lambda idea: idea.score)[:TRIALS], len(group)
+            title += f": the best {len(group)} of {trials} trials"
+        lines += [f"\n## {title}", *entries(group, rows, noise)]
     if crashes := [idea for idea in found if idea.status == "crash"]:
         lines += ["\n## Crashed", *entries(crashes, rows, noise)]
     return "\n".join(lines)

@@ -760,12 +760,13 @@ SECTIONS = [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
         ("band = lowest[-1] - 2 * noise, lowest[-1]", "band = lowest[-1] - 2 * noise, lowest[0]"),
         ('if (status == "keep").any():', "if True:"),
+        ('[*y[status == "keep"], *scores][0]', "scores[0]"),
         ("xlim=(0.5, len(x) + 0.5), ", ""),
         ('before - row["val_bpb"] if', 'row["val_bpb"] - before if'),
         ("sorted(missed, reverse=True)[:10]", "sorted(missed)[:10]"),
         ("sorted(missed, reverse=True)[:10]", "sorted(missed, reverse=True)"),
         ('            before = row["val_bpb"]\n', '            before = before or row["val_bpb"]\n'),
-        ("np.minimum(y, worst + margin)", "y"),
+        ("np.minimum(y, top + margin)", "y"),
     ]),
     ("The command line", "night/__main__.py", ["test_night.py", "-k", "time_limit or refused"], [
         ("LIMIT * args.per_gpu", "LIMIT"),
@@ -936,6 +937,14 @@ SECTIONS = [
         ('if idea.status != "crash"], lambda', "], lambda"),
         ("splitlines()[-20:]", "splitlines()[:0]"),
         ("kept[-1]", "kept[0]"),
+    ]),
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tuners"], [
+        ("key=lambda idea: idea.score)[:TRIALS]", "key=lambda idea: -idea.score)[:TRIALS]"),
+        ('if name.startswith("tuned by "):', "if False:"),
+    ]),
+    ("The picture", "night/plot.py", ["test_tune.py", "-k", "arms"], [
+        ("accumulate([baseline, *scores])[1:]", "accumulate(scores)"),
+        ("{np.fmin.reduce(scores):.4f}", "{lowest[-1]:.4f}"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),

@@ -231,6 +231,18 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
 
+def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    for i in (0, 3, 1, 5, 2, 4, 6):
+        text = f"tune tpe: LR 1 -> {i}" if i else "base"
+        harness.log_result(
+            val_bpb=1.2 + i / 100, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07d}", description=text
+        )
+    *_, title, one, two, three, four, five = printed(capsys, show.show, revision=None, setting="", md=True).splitlines()
+    assert title == "## tuned by tpe: the best 5 of 6 trials"
+    assert [line.split()[-1] for line in (one, two, three, four, five)] == [*"12345"]
+
+
 def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
     def best(*tried: tuple[str, str, float]) -> str:
         group = [

@@ -620,6 +620,15 @@ def test_picture_has_a_chart_for_each_gpu_with_every_experiment_and_a_table_of_t
         assert best == sorted(best, reverse=True)
 
 
+def test_the_picture_begins_with_the_baseline_not_with_an_idea_that_ended_before_it(drawn):
+    where = dict(memory_gb=1.0, gpu="g", dataset="d")
+    harness.log_result(val_bpb=1.5, description="idea", commit="a", to_beat=0.0, **where)
+    for commit, val_bpb in (("b", 1.3), ("c", 1.29), ("d", 1.31), ("e", 1.3)):
+        harness.log_result(val_bpb=val_bpb, description="x", commit=commit, **where)
+    (chart,) = drawn()
+    assert chart.get_title("left").endswith("\nval_bpb 1.3000 to 1.2900") and chart.get_ylim()[1] < 1.4
+
+
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
     harness.log_result(val_bpb=1.3, description="idea [2]", **where)

@@ -197,6 +197,7 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     left, right = figures[-1].axes
     drawn = [[[*line.get_xdata()] for line in ax.lines] for ax in (left, right)]
     assert drawn == [[[1, 2], [1, 2], [1], [1, 2]], [[0, 0], [2, 6], [3], [5, 11]]]
-    assert [[*line.get_ydata()] for line in left.lines[:3]] == [[1.3, 1.3], [1.2, 1.1], [1.25]]
-    low, high = (edge(left.collections[1].get_paths()[0].vertices[:, 1]) for edge in (min, max))
+    assert [[*line.get_ydata()] for line in left.lines] == [[1.3, 1.3], [1.2, 1.1], [1.25], [1.3, 1.3]], "baseline: 1.3"
+    assert [text.get_text() for text in right.get_legend().get_texts()][-1] == "random, 1.4000"
+    low, high = (edge(left.collections[2].get_paths()[0].vertices[:, 1]) for edge in (min, max))
     assert low == pytest.approx(1.1 - 0.02 / 2**0.5) and high == pytest.approx(1.2 + 0.02 / 2**0.5)
