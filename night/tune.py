@@ -182,10 +182,14 @@ class Tuner(Trainer):
         name = "; ".join([args.sampler, start, kind.gpus[0] + kind.setting, kind.dataset, ",".join(sorted(args.knobs))])
         RUNS.mkdir(exist_ok=True)
         options = dict(storage=f"sqlite:///{RUNS}/tune.db", load_if_exists=True)
-        sampler = getattr(optuna.samplers, SAMPLERS[args.sampler])()
+        begin = {"x0": self.values(self.base)} if args.sampler == "cmaes" else {}  # else in the middle of the ranges
+        sampler = getattr(optuna.samplers, SAMPLERS[args.sampler])(**begin)
         self.study = optuna.create_study(study_name=name, sampler=sampler, **options)
         left = self.study.get_trials(states=(self.states.RUNNING,))
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
+
+    def values(self, commit: str) -> dict[str, float]:
+        return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
@@ -217,8 +221,7 @@ class Tuner(Trainer):
         if self.args.with_agent:
             self.base = reference(self.kind)
         if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
-            values = {knob.parameter(): knob.value for knob in self.knobs_of(read_train(self.base))}
-            self.study.enqueue_trial(values, user_attrs={"base": self.base})
+            self.study.enqueue_trial(self.values(self.base), user_attrs={"base": self.base})
         return self.study.ask()
 
     def start(self, trial) -> None:

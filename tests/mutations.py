@@ -965,6 +965,9 @@ SECTIONS = [
     ("What a token costs", "night/tune.py", ["test_tune.py", "-k", "dearer"], [
         ("searched=() if args.tokens else SIZES", "searched=SIZES"),
     ]),
+    ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_at"], [
+        ('if args.sampler == "cmaes" else {}  #', "if False else {}  #"),
+    ]),
     ("What a token costs", "night/loop.py", ["test_loop.py", "-k", "prompt"], [
         ("cost=COST * (self.args.tokens is not None)", "cost=COST * (self.args.tokens is None)"),
     ]),

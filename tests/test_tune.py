@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import time
 
 import pytest
@@ -165,6 +166,14 @@ def test_equal_values_are_one_run_and_cma_es_searches(clone):
     trials, rows = clone.trials(), clone.rows()
     assert len(trials) == 12 > len(rows) == len({clone.train(row["commit"])[1] for row in rows}) > 1
     assert all(row["description"].startswith("tune cmaes: ") for row in rows[2:])
+
+
+def test_cma_es_begins_at_the_constants_as_they_are_not_in_the_middle_of_their_ranges(clone):
+    text = (clone.folder / "train.py").read_text().replace("[0.01, 0.1]", "[0.04, 100]")
+    (clone.folder / "train.py").write_text(text)
+    clone.run("git commit -qam wide")
+    clone.tune("--sampler=cmaes", "--runs=8", "--knobs=LR,WIDTH")
+    assert statistics.median(trial.params["LR"] for trial in clone.trials()[1:]) < 0.6, "the middle is 2"
 
 
 def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
