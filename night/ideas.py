@@ -37,11 +37,16 @@ class Idea:
         return statistics.mean(self.changes) if self.changes else None
 
     @property
+    def tuner(self) -> str:
+        """The sampler whose trial it is, or ""."""
+        name = arm(self.rows[0])
+        return "" if name.startswith("agent") else name
+
+    @property
     def family(self) -> str:
-        """The tuner whose trial it is; else the constants it changed, if nothing else; else the place with most changed
-        lines."""
-        if not (tuner := arm(self.rows[0])).startswith("agent"):
-            return f"tuned by {tuner}"
+        """The tuner; else the constants it changed, if nothing else; else the place with most changed lines."""
+        if self.tuner:
+            return f"tuned by {self.tuner}"
         if self.values and self.values.keys() == self.places.keys():
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""

@@ -1,6 +1,7 @@
 """The memory of a night: what has been tried, as short text for a person or an agent."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -57,16 +58,17 @@ def about_night(rows: list[dict]) -> str:
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept.\n"
     )
-    families = grouped([idea for idea in found if idea.status != "crash"], lambda idea: idea.family)
+    crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
+    families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), noise) for name in knobs]
     for name, group in sorted(families.items()):
         title = name or "train.py unchanged or not committed, or commit not in this clone"
-        if name.startswith("tuned by "):
-            group, trials = sorted(group, key=lambda idea: idea.score)[:TRIALS], len(group)
-            title += f": the best {len(group)} of {trials} trials"
+        if group[0].tuner:
+            title += f": the best of {len(group)} trials"
+            group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
         lines += [f"\n## {title}", *entries(group, rows, noise)]
-    if crashes := [idea for idea in found if idea.status == "crash"]:
+    if crashes:
         lines += ["\n## Crashed", *entries(crashes, rows, noise)]
     return "\n".join(lines)
 

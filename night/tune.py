@@ -5,6 +5,7 @@ import ast
 import functools
 import math
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import harness
 from harness import Description
 from night.commits import commit_train, read_train
-from night.records import RUNS
+from night.records import RUNS, budget, curve
 from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions
 from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
@@ -27,6 +28,9 @@ SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to
 # with --tokens none, as they change what a token costs
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
 SUBJECT = 120  # characters of a commit's subject
+PRUNE_AT = 0.2  # share of the budget at which --prune compares losses
+FIRST = 10  # trials that it lets go on for comparison
+PRUNED = f"pruned at {PRUNE_AT:.0%}"  # the reason in the row
 
 
 # ------------------------------------------------------------------------------------------------------------ the knobs
@@ -187,6 +191,8 @@ class Tuner(Trainer):
         self.study = optuna.create_study(study_name=name, sampler=sampler, **options)
         left = self.study.get_trials(states=(self.states.RUNNING,))
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
+        self.looked_at = set()  # runs that are past PRUNE_AT
+        self.pruned = set()  # commits whose runs were stopped there
 
     def values(self, commit: str) -> dict[str, float]:
         return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}
@@ -199,6 +205,8 @@ class Tuner(Trainer):
                     self.start(trial)
                 if not self.pending:
                     break
+                if self.args.prune:
+                    self.prune()
                 for run, row in self.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
@@ -249,9 +257,30 @@ class Tuner(Trainer):
         if run not in self.runs():
             self.submit(run, base)
 
+    def prune(self) -> None:
+        """Stops trials whose loss early in the run is above the median of those before, but not the reference."""
+        for stream, (run, base) in self.pending.items():
+            if run.commit == base[0] or run in self.looked_at or run not in self.records:
+                continue
+            unit, size = budget(self.records[run])
+            points = [(getattr(point, unit) / size, point.loss) for point in curve(self.records[run])]
+            losses = [loss for share, loss in points if PRUNE_AT / 2 < share <= PRUNE_AT]
+            if not losses or points[-1][0] < PRUNE_AT:
+                continue
+            self.looked_at.add(run)
+            loss = statistics.mean(losses)
+            trials = self.study.get_trials(deepcopy=False)
+            before = [trial.intermediate_values[0] for trial in trials if trial.intermediate_values]
+            for trial in self.waiting[run]:
+                trial.report(loss, 0)
+            if len(before) >= FIRST and loss > statistics.median(before):
+                self.pruned.add(run.commit)
+                self.stop(stream, PRUNED)
+
     def tell(self, trial, row: dict) -> None:
         if row["status"] == "crash":
-            self.study.tell(trial, state=self.states.FAIL)
+            pruned = row["commit"] in self.pruned or Description.parse(row).reason == PRUNED
+            self.study.tell(trial, state=self.states.PRUNED if pruned else self.states.FAIL)
         else:
             self.study.tell(trial, row["val_bpb"])
 

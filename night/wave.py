@@ -155,6 +155,7 @@ class Trainer:
         self.pending = {}  # Ray stream: (run, (commit and subject of the revision to beat))
         self.records = {}  # run that has started: folder of its record
         self.lost = set()  # runs that were lost, and started again, once
+        self.reasons = {}  # Ray stream of a run that `stop` has ended: why
         self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
@@ -214,6 +215,11 @@ class Trainer:
         stream = self.task.remote(self.archive(run.commit), self.files, command, record, args.folder)
         self.pending[stream] = run, base
 
+    def stop(self, stream, reason: str) -> None:
+        """Ends a run, which gets a crash row with this reason."""
+        self.reasons[stream] = reason
+        self.ray.cancel(stream)
+
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
 
@@ -232,6 +238,9 @@ class Trainer:
             else:
                 del self.pending[stream]
                 folder = self.records.pop(run, None)
+                if stream in self.reasons:
+                    event = "", [], self.reasons.pop(stream)
+                    end_record(folder, event[-1])
                 if event[-1] in LOST and folder:
                     end_record(folder, "lost")
                 if event[-1] in LOST and run not in self.lost:

@@ -846,7 +846,7 @@ SECTIONS = [
         ("            return self.tell(trial, rows[-1])\n", "            pass\n"),
         ("        if run not in self.runs():\n", "        if True:\n"),
         ("            self.base = reference(self.kind)\n", "            pass\n"),
-        ('self.study.tell(trial, state=self.states.FAIL)', 'self.study.tell(trial, 9.0)'),
+        ('self.study.tell(trial, state=self.states.PRUNED if pruned else self.states.FAIL)', 'self.study.tell(trial, 9.0)'),
         ("            if value != knob.value:\n", "            if True:\n"),
     ]),
     ("The arms", "night/rows.py", ["test_tune.py", "-k", "arms"], [
@@ -934,13 +934,14 @@ SECTIONS = [
         ("    if not found and not setting:\n", "    if not found:\n"),
         ("        found = rows\n", "        pass\n"),
         ("abs(idea.change) < noise.band(len(idea.changes), idea.same_seed)", "abs(idea.change) < noise.seed"),
-        ('if idea.status != "crash"], lambda', "], lambda"),
+        ("if idea not in crashes], lambda", "], lambda"),
         ("splitlines()[-20:]", "splitlines()[:0]"),
         ("kept[-1]", "kept[0]"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "tuners"], [
-        ("key=lambda idea: idea.score)[:TRIALS]", "key=lambda idea: -idea.score)[:TRIALS]"),
-        ('if name.startswith("tuned by "):', "if False:"),
+        ("key=lambda idea: idea.score or math.inf)", "key=lambda idea: idea.score)"),
+        ("        if group[0].tuner:", "        if False:"),
+        ('idea.status == "crash" and not idea.tuner]', 'idea.status == "crash"]'),
     ]),
     ("The picture", "night/plot.py", ["test_tune.py", "-k", "arms"], [
         ("accumulate([baseline, *scores])[1:]", "accumulate(scores)"),
@@ -964,6 +965,14 @@ SECTIONS = [
     ]),
     ("What a token costs", "night/tune.py", ["test_tune.py", "-k", "dearer"], [
         ("searched=() if args.tokens else SIZES", "searched=SIZES"),
+    ]),
+    ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_badly"], [
+        ("loss > statistics.median(before)", "loss < statistics.median(before)"),
+        ("                self.stop(stream, PRUNED)", "                pass"),
+        ("pruned = row[\"commit\"] in self.pruned or", "pruned ="),
+    ]),
+    ("A wave", "night/wave.py", ["test_tune.py", "-k", "begins_badly"], [
+        ("if stream in self.reasons:", "if False:"),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_at"], [
         ('if args.sampler == "cmaes" else {}  #', "if False else {}  #"),

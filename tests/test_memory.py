@@ -233,13 +233,13 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
 
 def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, gpu="g", dataset="d")
     for i in (0, 3, 1, 5, 2, 4, 6):
         text = f"tune tpe: LR 1 -> {i}" if i else "base"
-        harness.log_result(
-            val_bpb=1.2 + i / 100, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07d}", description=text
-        )
+        harness.log_result(val_bpb=1.2 + i / 100, commit=f"{i:07d}", description=text, **row)
+    harness.log_result(val_bpb=0.0, commit="crashed", description="tune tpe: LR 1 -> 7", reason="pruned", **row)
     *_, title, one, two, three, four, five = printed(capsys, show.show, revision=None, setting="", md=True).splitlines()
-    assert title == "## tuned by tpe: the best 5 of 6 trials"
+    assert title == "## tuned by tpe: the best of 7 trials"
     assert [line.split()[-1] for line in (one, two, three, four, five)] == [*"12345"]
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import time
+from collections import Counter
 
 import pytest
 from test_wave import STUB, TWO_SLOTS, Clone
@@ -142,6 +143,26 @@ def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_pat
     assert re.search(rf"vs reference.*\n{best['val_bpb']:.6f} .* keep +{best['commit']}  tune tpe: ", output)
     assert clone.run("git status --porcelain").split() == ["M", "train.py"]
     assert clone.tune("--runs=20").startswith("20 of 20 trials so far, 0 of them")
+
+
+def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_path):
+    """The narrower, the higher the loss. A run that is not stopped writes `one` after three seconds."""
+    points = (
+        '"\\n".join(f"1\\t1\\t{share * args.tokens}\\t{9 - math.log2(WIDTH)}\\t0" for share in (0, 0.15, 0.3, 0.3))'
+    )
+    text = (clone.folder / "train.py").read_text()
+    text = text.replace(
+        "    open(", f"    import harness; harness.write_record('curve.tsv', {points}); time.sleep(3)\n    open("
+    )
+    (clone.folder / "train.py").write_text(text)
+    clone.run("sed -i 's/^NEWS = 3/NEWS = 0.2/' night/wave.py && sed -i 's/^FIRST = 10/FIRST = 3/' night/tune.py")
+    clone.run("git commit -qam curves")
+    output = clone.tune("--sampler=random", "--runs=12", "--knobs=LR,WIDTH", "--prune")
+    states = Counter(trial.state.name for trial in clone.trials())
+    pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
+    assert 0 < states["PRUNED"] == len(pruned) and states["COMPLETE"] == 12 - len(pruned), (states, output)
+    assert (tmp_path / "trained").read_text().count("one") == 12 - len(pruned)
+    assert all(clone.train(row["commit"])[1][1] < 32 for row in pruned), "the widest are never above the median"
 
 
 def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(clone):
