@@ -1,7 +1,8 @@
 """Which of the kept changes are real? Trains the last kept train.py without half of them at a time, with new seeds.
 
 Each run tells something about every change: 32 runs measure each of 16 effects to 0.35 standard deviations of
-a seed (its standard error). Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
+a run (its standard error). Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
+Half of a round's runs have one seed, half another: what a seed does to all versions alike counts as no noise then.
 """
 
 import functools
@@ -52,28 +53,37 @@ def halves(count: int) -> np.ndarray:
 def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
     """Sets the effects and the verdict of each change.
 
-    measure(left_out, first): trains a run per row of left_out (runs, changes), numbered from `first`; returns what was
-    really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. sd, freedom: the standard deviation of a seed
-    as known so far, and its degrees of freedom.
+    measure(left_out, seeds, first): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from
+    0; returns what was really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. first: runs before these.
+    sd, freedom: the standard deviation between versions with the same seed as known so far, its degrees of freedom.
     """
-    left_out, scores = np.empty((0, len(changes)), bool), np.empty((0, 2))
+    left_out, scores, seeds, first = np.empty((0, len(changes)), bool), np.empty((0, 2)), np.empty(0, int), 0
     for again in range(ROUNDS):
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
-        half = halves(len(chosen)) ^ bool(again)  # round 2 swaps the halves: both together have resolution IV
+        half = halves(max(3, 1 + len(chosen)))  # the first column chooses the seed
+        half ^= bool(again)  # round 2 swaps the halves: both together have resolution IV
         plan = np.zeros((len(half), len(changes)), bool)
-        plan[:, chosen] = half
-        done, new = measure(plan, len(scores))
-        left_out, scores = np.concatenate([left_out, done]), np.concatenate([scores, new])
-        judge(changes, left_out, scores, sd, freedom)
+        plan[:, chosen] = half[:, 1 : 1 + len(chosen)]
+        more = half[:, 1 + len(chosen) :].any(1)  # a single change takes four seeds, or runs would be equal
+        own = 4 * again + half[:, 0] + 2 * more
+        done, new = measure(plan, own, first)
+        first += len(plan)
+        once = np.unique(np.column_stack([done, own]), axis=0, return_index=True)[1]  # some may have become equal
+        left_out, scores = np.concatenate([left_out, done[once]]), np.concatenate([scores, new[once]])
+        seeds = np.concatenate([seeds, own[once]])
+        judge(changes, left_out, scores, seeds, sd, freedom)
     for change in changes:
         change.verdict = change.verdict.replace("open", "no evidence")
 
 
-def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: float, freedom: int) -> None:
-    """Least squares over all runs. `real` and `harmful`: by one-sided t tests on val; a real change must also help on
-    test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems to help val."""
+def judge(
+    changes: list[Change], left_out: np.ndarray, scores: np.ndarray, seeds: np.ndarray, sd: float, freedom: int
+) -> None:
+    """Least squares over all runs, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real
+    change must also help on test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems
+    to help val."""
     from scipy import stats
 
     fine = ~np.isnan(scores[:, 0])
@@ -81,15 +91,15 @@ def judge(changes: list[Change], left_out: np.ndarray, scores: np.ndarray, sd: f
         if left_out[:, i].any() and not (fine & left_out[:, i]).any():
             change.verdict = "needed"
     tested = [i for i, change in enumerate(changes) if change.verdict != "needed"]
-    design = np.column_stack([np.ones(fine.sum()), left_out[fine][:, tested]])
+    design = np.column_stack([left_out[fine][:, tested], seeds[fine, None] == np.unique(seeds[fine])]).astype(float)
     effects, _, rank, _ = np.linalg.lstsq(design, scores[fine], rcond=None)
     squares = ((scores[fine] - design @ effects)[:, 0] ** 2).sum() + sd**2 * freedom
     freedom += len(design) - rank
     if not freedom or not tested:
         found = f"{fine.sum()} of {len(fine)} runs succeeded"
         raise PrepareError(f"{found}, too few for {len(changes)} changes: see their rows")
-    errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))
-    effects, errors = effects[1:], errors[1:]
+    errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))[: len(tested)]
+    effects = effects[: len(tested)]
     chances = [stats.t.sf(sign * effects[:, 0] / errors, freedom) for sign in (1, -1)]
     real, harmful = (stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL for p in chances)
     for i, (val, test), error, helps, harms in zip(tested, effects, errors, real, harmful, strict=True):
@@ -110,15 +120,15 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     changes = [Change(Description.parse(row).subject, lines) for row, lines in zip(kept[1:], added, strict=True)]
     train = functools.partial(score_runs, trainer)
 
-    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
-        for i, wanted in enumerate(plan):
+        for i, (wanted, seed) in enumerate(zip(plan, seeds.tolist(), strict=True)):
             dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
             done[i, [change - 1 for change in dropped]] = True
-            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), ATTRIBUTION_SEEDS + first + i))
+            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), ATTRIBUTION_SEEDS + seed))
         return done, train(runs)
 
-    decide(changes, measure, *seed_noise(kept[-1]))
+    decide(changes, measure, *seed_noise(kept[-1], same_seed=True))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for change in changes:

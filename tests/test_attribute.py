@@ -39,7 +39,9 @@ TWICE = 0
 
 options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
 TRUE = 1.3 - 0.02 * REAL + 0.02 * HARM - 0.02 * TWICE
-noise = lambda split: random.Random(f"{split} {options['seed']} {TRUE} {LUCK}").gauss(0, 0.001)
+VERSION = REAL, LUCK, HARM, TWICE
+draw = lambda *what: random.Random(str(what)).gauss(0, 0.001)
+noise = lambda split: draw(split, options["seed"], VERSION) + 3 * draw(split, options["seed"])
 harness.log_result(
     val_bpb=TRUE + noise("val"), memory_gb=2.0, gpu="cpu, 1.5 M tokens", dataset=prepare.dataset_id(), tokens_M=1.5,
     test_bpb=TRUE + noise("test") if harness.night_record()["score_test"] else None,
@@ -64,10 +66,11 @@ def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> t
     """The changes of a simulated morning, and its runs. Without the change `needed` every run crashes."""
     runs = []
 
-    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         assert first == sum(runs)
         runs.append(len(plan))
         scores = (1.2 + plan @ truth)[:, None] + rng.normal(0, luck, (len(plan), 2))
+        scores += rng.normal(0, 10 * luck, (8, 2))[seeds]  # what a seed does to all
         if needed is not None:
             scores[plan[:, needed]] = math.nan
         return plan, scores
@@ -90,7 +93,7 @@ def test_verdicts_hold_at_their_level_and_find_gains_of_three_standard_deviation
     assert verdicts[False, "real"] <= 0.03 * 200 * 10  # without Benjamini and Hochberg's correction 0.036
     assert verdicts[True, "real"] >= 0.98 * 200 * 6 and verdicts[True, "harmful"] == 0
     assert verdicts[False, "harmful"] >= 0.98 * 200 * 2
-    assert min(runs) == 32 and np.mean(runs) < 45
+    assert min(runs) == 32 and np.mean(runs) < 48
     assert np.std(errors) == pytest.approx(1, abs=0.1), "standard errors are what effects vary by"
 
 
@@ -98,11 +101,11 @@ def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_j
     changes, _ = judged([0.0, 0.01, -0.01, 0.01], 0.001, np.random.default_rng(2), needed=0)
     assert [change.verdict for change in changes] == ["needed", "real", "harmful", "real"]
     with pytest.raises(prepare.PrepareError, match="0 of 8 runs succeeded"):
-        decide([Change("a", 1)], lambda plan, _: (plan, np.full((len(plan), 2), math.nan)), 0.0, 0)
+        decide([Change("a", 1)], lambda plan, *_: (plan, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 
 def test_what_helps_on_val_alone_is_not_real():
-    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         noise = np.random.default_rng(first).normal(0, 1e-4, (len(plan), 2))
         return plan, plan @ np.array([[0.01, -0.01], [0.01, 0.01]]) + noise
 
@@ -119,13 +122,13 @@ def test_each_run_leaves_out_half_of_the_changes_and_any_two_together_a_quarter_
         assert (together[~np.eye(count, dtype=bool)] == 0.25).all()
 
 
-@pytest.mark.parametrize("count", [8, 11, 16])
+@pytest.mark.parametrize("count", [7, 11, 15])
 def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count):
-    """8 and 16 changes are told apart in the first round; what 11 need is the second, of what is still open."""
+    """In the first round if the design has room; 11 changes have it in 32 runs."""
     truth = np.full(count, 0.01)
     seen = []
 
-    def measure(plan: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         seen.append(plan)
         worse = plan @ truth + 0.02 * (plan[:, 0] & plan[:, 1])  # without one of the two little is lost
         return plan, np.stack([worse, worse], 1)
@@ -248,4 +251,5 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
     assert pruned == text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
     assert clone.run("git status --porcelain") == "" and clone.run("git branch --show-current").strip() == branch
     log = clone.results.read_bytes()
+    assert {*re.findall(r"without changes [\d, ]*seed (\d+)", log.decode())} >= {"1001", "1002"}
     assert clone.finish(clone.report("--attribute")).count("\n0 runs, ") >= 2 and clone.results.read_bytes() == log

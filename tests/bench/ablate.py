@@ -27,7 +27,7 @@ from night.commits import commit_train, read_train
 from night.rows import commit_of
 from night.wave import Trainer, start_ray
 
-SEEDS = 1001, 1002  # of each version, one by one
+SEEDS = 2  # of each version, one by one
 GPT = "self.config, self.dtype, self.attention = config, "
 OF_EXPERTS = {  # for sizes that have some
     "experts": (GPT, f"config = dataclasses.replace(config, num_experts=0)\n        {GPT}"),
@@ -46,14 +46,13 @@ def without(text: str, names: list[str]) -> str:
 
 
 def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Change]:
-    """What each mechanism is worth. measure: as decide's, but may be given the runs' seeds."""
+    """What each mechanism is worth. measure: as decide's."""
     changes = [Change(name, 0) for name in names]
     if one_by_one:
-        plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (len(SEEDS), 1))  # first of each seed: the full file
-        seeds = np.repeat(SEEDS, 1 + len(names))
-        left_out, scores = measure(plan, 0, seeds)
-        luck = seeds[:, None] == SEEDS[1:]  # columns of its own in the least squares
-        judge([*changes, *(Change("", 0) for _ in SEEDS[1:])], np.hstack([left_out, luck]), scores, 0.0, 0)
+        plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (SEEDS, 1))  # first of each seed: the full file
+        seeds = np.arange(SEEDS).repeat(1 + len(names))
+        left_out, scores = measure(plan, seeds, 0)
+        judge(changes, left_out, scores, seeds, 0.0, 0)
     else:
         decide(changes, measure, 0.0, 0)
     return changes
@@ -67,13 +66,12 @@ def main() -> None:
     full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
     text = read_train(full).decode()
 
-    def measure(plan: np.ndarray, first: int, seeds: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        seeds = np.arange(1001 + first, 1001 + first + len(plan)) if seeds is None else seeds
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         runs = []
         for i, (row, seed) in enumerate(zip(plan, seeds.tolist(), strict=True), start=first):
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
-            runs.append((commit_train(full, version, subject, f"ablation/{i}"), seed))
+            runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + seed))
         return plan, score_runs(trainer, runs)
 
     changes = effects(names, measure, one_by_one)
