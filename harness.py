@@ -389,14 +389,17 @@ def pick_gpu(name: str | None = None) -> tuple:
     return torch.device("cuda"), gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
 
 
-def gpu_name() -> str:
-    """For the gpu column. A Hopper without FlashAttention-3 is slower, so it counts as another GPU."""
+def gpu_name(setting: str = "") -> str:
+    """For the gpu column, before a budget_name(). A Hopper without FlashAttention-3 is slower, so it counts as another
+    GPU, unless it imitates one that never uses that."""
     import torch
 
     here = this_gpu()
     if here.capability is None:
         return "cpu"
-    return torch.cuda.get_device_name() + ", without FA3" * (here.capability == (9, 0) and not here.has_fa3)
+    other = re.match(r" as (\w+)", setting)
+    capability = min(here.capability, named_gpu(other[1]).capability or (0, 0)) if other else here.capability
+    return torch.cuda.get_device_name() + ", without FA3" * (capability == (9, 0) and not here.has_fa3)
 
 
 def fa3_installed() -> bool:
@@ -498,7 +501,8 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     refusal = f"not logged: {by_hand} set by hand" if by_hand and not night_record().get("log") else ""
     commit, description = git_head(None if args.seed == SEED else args.seed)  # now: HEAD may move during the run
-    label = gpu_name() + budget_name(args.seconds, args.tokens, args.gpu)
+    setting = budget_name(args.seconds, args.tokens, args.gpu)
+    label = gpu_name(setting) + setting
     row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
     if not refusal:
         adopt_dataset(tokenizer.directory)

@@ -54,32 +54,27 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
     """Sets the effects and the verdict of each change.
 
     measure(left_out, seeds, first): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from
-    0; returns what was really left out, and (runs, 2) val_bpb and test_bpb, NaN for crashes. first: runs before these.
+    0; returns what was really left out, with which seeds, and (runs, 2) val_bpb and test_bpb, NaN for crashes. first:
+    number of runs before these.
     sd, freedom: the standard deviation between versions with the same seed as known so far, its degrees of freedom.
     """
-    left_out, scores, seeds, first = np.empty((0, len(changes)), bool), np.empty((0, 2)), np.empty(0, int), 0
+    left_out, seeds, scores = np.empty((0, len(changes)), bool), np.empty(0, int), np.empty((0, 2))
     for again in range(ROUNDS):
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
             break
-        half = halves(max(3, 1 + len(chosen)))  # the first column chooses the seed
-        half ^= bool(again)  # round 2 swaps the halves: both together have resolution IV
+        half = halves(1 + len(chosen)) ^ bool(again)  # round 2 swaps the halves: both together have resolution IV
         plan = np.zeros((len(half), len(changes)), bool)
-        plan[:, chosen] = half[:, 1 : 1 + len(chosen)]
-        more = half[:, 1 + len(chosen) :].any(1)  # a single change takes four seeds, or runs would be equal
-        own = 4 * again + half[:, 0] + 2 * more
-        done, new = measure(plan, own, first)
-        first += len(plan)
-        once = np.unique(np.column_stack([done, own]), axis=0, return_index=True)[1]  # some may have become equal
-        left_out, scores = np.concatenate([left_out, done[once]]), np.concatenate([scores, new[once]])
-        seeds = np.concatenate([seeds, own[once]])
-        judge(changes, left_out, scores, seeds, sd, freedom)
+        plan[:, chosen] = half[:, 1:]
+        found = measure(plan, 2 * again + half[:, 0], len(scores))  # the first column chooses one of two seeds
+        left_out, seeds, scores = map(np.concatenate, zip((left_out, seeds, scores), found, strict=True))
+        judge(changes, left_out, seeds, scores, sd, freedom)
     for change in changes:
         change.verdict = change.verdict.replace("open", "no evidence")
 
 
 def judge(
-    changes: list[Change], left_out: np.ndarray, scores: np.ndarray, seeds: np.ndarray, sd: float, freedom: int
+    changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, scores: np.ndarray, sd: float, freedom: int
 ) -> None:
     """Least squares over all runs, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real
     change must also help on test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems
@@ -118,15 +113,19 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     night = branch() or "HEAD"
     added = np.diff([file.count(b"\n") for file in files]).tolist()
     changes = [Change(Description.parse(row).subject, lines) for row, lines in zip(kept[1:], added, strict=True)]
-    train = functools.partial(score_runs, trainer)
+    train, begun = functools.partial(score_runs, trainer), set()
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
-        for i, (wanted, seed) in enumerate(zip(plan, seeds.tolist(), strict=True)):
+        for i, wanted in enumerate(plan):
             dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
             done[i, [change - 1 for change in dropped]] = True
-            runs.append((build(files, dropped, full, f"{night}-without/{first + i}"), ATTRIBUTION_SEEDS + seed))
-        return done, train(runs)
+            while (run := (*sorted(dropped), seeds[i])) in begun:  # as changes that go together make equal files
+                seeds[i] += 2
+            begun.add(run)
+            commit = build(files, dropped, full, f"{night}-without/{first + i}")
+            runs.append((commit, ATTRIBUTION_SEEDS + int(seeds[i])))
+        return done, seeds, train(runs)
 
     decide(changes, measure, *seed_noise(kept[-1], same_seed=True))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]

@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
 
 def kind_here(setting: str) -> Kind:
-    return Kind([harness.gpu_name()], setting, prepare.dataset_id())
+    return Kind([harness.gpu_name(setting)], setting, prepare.dataset_id())
 
 
 def name_of(row: dict) -> tuple[str, str]:

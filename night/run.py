@@ -59,7 +59,7 @@ class Row:
         self.hand_over()
         end_record(self.folder, reason)
         if self.needed and not os.fstat(self.copy).st_size and self.count_rows() <= self.rows_before:
-            label = harness.gpu_name() + self.setting
+            label = harness.gpu_name(self.setting) + self.setting
             harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)
 
 

@@ -52,8 +52,8 @@ NEWS = 3  # seconds between two looks at a run's record
 
 # Runs in a separate process, so that this one takes no GPU memory
 GPU_NAMES = """
-import torch, harness
-for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harness.gpu_name())
+import sys, torch, harness
+for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harness.gpu_name(sys.argv[1]))
 """
 
 
@@ -128,7 +128,8 @@ def start_ray(args: argparse.Namespace) -> Kind:
 
     # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    asked = subprocess.Popen([sys.executable, "-c", GPU_NAMES], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    ask = [sys.executable, "-c", GPU_NAMES, args.setting]
+    asked = subprocess.Popen(ask, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
     ray.init(**options, log_to_driver=False, logging_level="ERROR")
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]

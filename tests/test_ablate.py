@@ -57,7 +57,7 @@ def test_both_designs_find_what_each_mechanism_is_worth(one_by_one):
     def measure(plan, seeds, first):
         scores = 1.2 + plan @ worth + 0.001 * luck.standard_normal(len(plan))
         scores += 0.05 * (seeds % 2)  # a seed's luck, that of all versions
-        return plan, np.stack([scores, scores - 0.1], 1)
+        return plan, seeds, np.stack([scores, scores - 0.1], 1)
 
     for change, true in zip(effects(names, measure, one_by_one), worth, strict=True):
         assert abs(change.val - true) < 5 * change.error < 0.015

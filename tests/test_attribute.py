@@ -66,14 +66,14 @@ def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> t
     """The changes of a simulated morning, and its runs. Without the change `needed` every run crashes."""
     runs = []
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         assert first == sum(runs)
         runs.append(len(plan))
         scores = (1.2 + plan @ truth)[:, None] + rng.normal(0, luck, (len(plan), 2))
-        scores += rng.normal(0, 10 * luck, (8, 2))[seeds]  # what a seed does to all
+        scores += rng.normal(0, 10 * luck, (4, 2))[seeds]  # what a seed does to all
         if needed is not None:
             scores[plan[:, needed]] = math.nan
-        return plan, scores
+        return plan, seeds, scores
 
     changes = [Change(str(i), 1) for i in range(len(truth))]
     decide(changes, measure, luck * 1.1, 2)
@@ -101,13 +101,13 @@ def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_j
     changes, _ = judged([0.0, 0.01, -0.01, 0.01], 0.001, np.random.default_rng(2), needed=0)
     assert [change.verdict for change in changes] == ["needed", "real", "harmful", "real"]
     with pytest.raises(prepare.PrepareError, match="0 of 8 runs succeeded"):
-        decide([Change("a", 1)], lambda plan, *_: (plan, np.full((len(plan), 2), math.nan)), 0.0, 0)
+        decide([Change("a", 1)], lambda plan, seeds, _: (plan, seeds, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 
 def test_what_helps_on_val_alone_is_not_real():
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         noise = np.random.default_rng(first).normal(0, 1e-4, (len(plan), 2))
-        return plan, plan @ np.array([[0.01, -0.01], [0.01, 0.01]]) + noise
+        return plan, seeds, plan @ np.array([[0.01, -0.01], [0.01, 0.01]]) + noise
 
     changes = [Change("val", 1), Change("both", 1)]
     decide(changes, measure, 0.0, 0)
@@ -128,10 +128,10 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
     truth = np.full(count, 0.01)
     seen = []
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         seen.append(plan)
         worse = plan @ truth + 0.02 * (plan[:, 0] & plan[:, 1])  # without one of the two little is lost
-        return plan, np.stack([worse, worse], 1)
+        return plan, seeds, np.stack([worse, worse], 1)
 
     changes = [Change(str(i), 1) for i in range(count)]
     decide(changes, measure, 0.1, 10**6)  # so noisy that all stay open
@@ -231,6 +231,7 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
         row = dict(memory_gb=2.0, gpu=LABEL, dataset=dataset, tokens_M=1.5, path=clone.results)
         harness.log_result(val_bpb=score, commit=head, description=name, **row)
     output = clone.finish(clone.report("--attribute"))
+    assert "\n16 runs, 0 more " in output, "none is equal to another, although two changes go together"
     number = r"([+-]\d[.\d]*)"
     line = rf"^\| ([\w :]+) \| {number} \| {number} \| {number} \| 0\.\d+ \| ([\w ]+) \|$"
     found = re.findall(line, output, re.M)

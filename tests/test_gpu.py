@@ -79,7 +79,8 @@ def test_a_hopper_without_fa3_is_another_kind_of_gpu_and_says_how_to_get_it(mach
     install = "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
     for fa3, name in ((FLASH, "NVIDIA H200"), ("", "NVIDIA H200, without FA3")):
         machine("NVIDIA H200", (9, 0), 132, 1980, fa3=fa3)
-        assert harness.gpu_name() == name
+        assert harness.gpu_name() == harness.gpu_name(", 60 s") == harness.gpu_name(" as H100") == name
+        assert harness.gpu_name(" as T4, 60 s") == harness.gpu_name(" as cpu") == "NVIDIA H200"
         harness.pick_gpu()
         assert (install in capsys.readouterr().out) == (not fa3)
     machine("NVIDIA B200", (10, 0), 148, 1965, fa3=FLASH)

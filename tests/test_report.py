@@ -162,7 +162,7 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(clone, monke
     monkeypatch.setitem(globals(), "STUB", STUB.replace("time.sleep(0.3)", "assert int(options['seed']) < 1000"))
     clone.simulate(gain=0.02, runs=50)
     output = clone.finish(clone.report("--seeds=2", "--attribute"), code=1)
-    assert "0 of 8 runs succeeded, too few" in output
+    assert "0 of 16 runs succeeded, too few" in output
     assert "On new seeds the gain is " in (clone.folder / "report.md").read_text()
 
 
