@@ -231,7 +231,6 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
         row = dict(memory_gb=2.0, gpu=LABEL, dataset=dataset, tokens_M=1.5, path=clone.results)
         harness.log_result(val_bpb=score, commit=head, description=name, **row)
     output = clone.finish(clone.report("--attribute"))
-    assert "\n16 runs, 0 more " in output, "none is equal to another, although two changes go together"
     number = r"([+-]\d[.\d]*)"
     line = rf"^\| ([\w :]+) \| {number} \| {number} \| {number} \| 0\.\d+ \| ([\w ]+) \|$"
     found = re.findall(line, output, re.M)

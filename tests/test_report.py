@@ -163,6 +163,7 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(clone, monke
     clone.simulate(gain=0.02, runs=50)
     output = clone.finish(clone.report("--seeds=2", "--attribute"), code=1)
     assert "0 of 16 runs succeeded, too few" in output
+    assert "\n16 runs, 0 more " in output, "different ones, although some changes can only be left out together"
     assert "On new seeds the gain is " in (clone.folder / "report.md").read_text()
 
 
