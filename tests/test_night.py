@@ -349,7 +349,7 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
 def history(monkeypatch, tmp_path):
     """A branch with the commits a, b, c and d, and a log: of each row the commit, val_bpb, gpu and dataset."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(harness, "gpu_name", lambda: "A")
+    monkeypatch.setattr(harness, "gpu_name", lambda setting: "A")
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     commits = "".join(f"{letter * 40}\n" for letter in "dcba")
 
