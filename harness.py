@@ -373,20 +373,26 @@ def this_gpu() -> GPU:
     return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
 
 
-def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device, and the GPU that a run imitates (default: this one), with the numerics that both support."""
-    import torch
-
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu"), named_gpu(name or "cpu")._replace(capability=None)
-    if torch.version.hip:
-        raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
+def imitate(name: str | None = None) -> GPU:
+    """The GPU that a run imitates (default: this one), with the numerics that both support."""
     here = this_gpu()
     gpu = named_gpu(name) if name else here
+    if None in (here.capability, gpu.capability):
+        return gpu._replace(capability=None)
     capability = min(here.capability, gpu.capability)
-    if capability == (9, 0) and not here.has_fa3:
+    return gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device, and imitate(name)."""
+    import torch
+
+    if torch.version.hip and torch.cuda.is_available() and name != "cpu":
+        raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
+    gpu = imitate(name)
+    if gpu.capability == (9, 0) and not gpu.has_fa3:
         print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
-    return torch.device("cuda"), gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+    return torch.device("cuda" if gpu.capability else "cpu"), gpu
 
 
 def gpu_name(setting: str = "") -> str:
@@ -394,12 +400,11 @@ def gpu_name(setting: str = "") -> str:
     GPU, unless it imitates one that never uses that."""
     import torch
 
-    here = this_gpu()
-    if here.capability is None:
+    if this_gpu().capability is None:
         return "cpu"
     other = re.match(r" as (\w+)", setting)
-    capability = min(here.capability, named_gpu(other[1]).capability or (0, 0)) if other else here.capability
-    return torch.cuda.get_device_name() + ", without FA3" * (capability == (9, 0) and not here.has_fa3)
+    gpu = imitate(other and other[1])
+    return torch.cuda.get_device_name() + ", without FA3" * (gpu.capability == (9, 0) and not gpu.has_fa3)
 
 
 def fa3_installed() -> bool:
