@@ -192,7 +192,6 @@ class Tuner(Trainer):
         left = self.study.get_trials(states=(self.states.RUNNING,))
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
         self.looked_at = set()  # runs that are past PRUNE_AT
-        self.pruned = set()  # commits whose runs were stopped there
 
     def values(self, commit: str) -> dict[str, float]:
         return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}
@@ -274,12 +273,11 @@ class Tuner(Trainer):
             for trial in self.waiting[run]:
                 trial.report(loss, 0)
             if len(before) >= FIRST and loss > statistics.median(before):
-                self.pruned.add(run.commit)
                 self.stop(stream, PRUNED)
 
     def tell(self, trial, row: dict) -> None:
         if row["status"] == "crash":
-            pruned = row["commit"] in self.pruned or Description.parse(row).reason == PRUNED
+            pruned = Description.parse(row).reason == PRUNED
             self.study.tell(trial, state=self.states.PRUNED if pruned else self.states.FAIL)
         else:
             self.study.tell(trial, row["val_bpb"])

@@ -298,6 +298,7 @@ def log_row(
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
     line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
+    own["description"] = str(Description(run.description, None, test_bpb, reason))  # as it is in the log
     return own | {"status": status}, "\n    ".join([line, *tail] if reason else [line])
 
 

@@ -24,7 +24,7 @@ import train
 from night.__main__ import parse
 from night.attribute import Change, decide, judge, score_runs
 from night.commits import commit_train, read_train
-from night.rows import commit_of
+from night.rows import ATTRIBUTION_SEEDS, commit_of
 from night.wave import Trainer, start_ray
 
 SEEDS = 2  # of each version, one by one
@@ -70,7 +70,7 @@ def main() -> None:
         for i, (row, seed) in enumerate(zip(plan, seeds.tolist(), strict=True), start=first):
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
-            runs.append((commit_train(full, version, subject, f"ablation/{i}"), 1001 + seed))
+            runs.append((commit_train(full, version, subject, f"ablation/{i}"), ATTRIBUTION_SEEDS + seed))
         return plan, seeds, score_runs(trainer, runs)
 
     changes = effects(names, measure, one_by_one)
