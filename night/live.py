@@ -14,7 +14,7 @@ class Board:
     """One line per active run: updated in place on a terminal, elsewhere printed every minute."""
 
     def __init__(self, total: int = 0):
-        """total: number of a wave's runs."""
+        """total: number of runs; 0 if unknown."""
         self.total, self.live = total, None
         self.start = self.shown = time.monotonic()
 
@@ -30,7 +30,7 @@ class Board:
             self.live.__exit__(*error)
 
     def update(self, records: list[Path], pending: int = 0) -> None:
-        """records: of the active runs; pending: number of the wave's runs that have not ended."""
+        """records: of the active runs; pending: number of runs that have not ended."""
         now, done = time.monotonic(), self.total - pending
         if now - self.shown < (0.5 if self.live else 60):
             return

@@ -198,7 +198,7 @@ class Tuner(Trainer):
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
-        with self.at_work():
+        with self.at_work(self.to_end() + len(self.left)):
             while True:
                 while len(self.pending) < self.slots and (trial := self.next_trial()):
                     self.start(trial)
@@ -213,6 +213,9 @@ class Tuner(Trainer):
                     if edits:  # this was the reference: judge those of its edits that ended before it
                         decide(edits - {run.commit}, row, self.kind)
         self.show_best()
+
+    def to_end(self) -> int:
+        return self.args.runs - len(self.begun()) + len(self.waiting)
 
     def begun(self) -> list[dict]:
         """`base` and `commit` of each trial that has begun; either may still be missing."""

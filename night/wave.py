@@ -176,13 +176,17 @@ class Trainer:
         )(run_in_checkout)
 
     def at_work(self, total: int = 0) -> Board:
-        """A context that shows the active runs, out of `total`; within it `ended` handles signals."""
+        """A context that shows the active runs, out of `total` to end in it; within it `ended` handles signals."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
         self.board = Board(total)
         return self.board
 
     def runs(self) -> list[Run]:
         return [run for run, _ in self.pending.values()]
+
+    def to_end(self) -> int:
+        """Number of runs that have not ended."""
+        return len(self.pending)
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns the last row of each run that has one.
@@ -252,7 +256,7 @@ class Trainer:
                 row, text = log_row(run, self.kind, base, *event)
                 print(text)
                 yield run, row
-        self.board.update([*self.records.values()], len(self.pending))
+        self.board.update([*self.records.values()], self.to_end())
         if self.stopped:
             print("interrupted: the same command continues")
             for stream in self.pending:

@@ -156,8 +156,11 @@ def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_pat
     )
     (clone.folder / "train.py").write_text(text)
     clone.run("sed -i 's/^NEWS = 3/NEWS = 0.2/' night/wave.py && sed -i 's/^FIRST = 10/FIRST = 3/' night/tune.py")
+    clone.run("sed -i 's/else 60)/else 0)/' night/live.py")
     clone.run("git commit -qam curves")
     output = clone.tune("--sampler=random", "--runs=12", "--knobs=LR,WIDTH", "--prune")
+    ended = re.findall(r"(\d+) of 12 runs have ended(, \d+ min left)?", output)
+    assert (ended[0], ended[-1]) == (("0", ""), ("12", "")) and all(left for n, left in ended if 0 < int(n) < 12), output
     states = Counter(trial.state.name for trial in clone.trials())
     pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
     assert 0 < states["PRUNED"] == len(pruned) and states["COMPLETE"] == 12 - len(pruned), (states, output)
