@@ -160,7 +160,8 @@ def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_pat
     clone.run("git commit -qam curves")
     output = clone.tune("--sampler=random", "--runs=12", "--knobs=LR,WIDTH", "--prune")
     ended = re.findall(r"(\d+) of 12 runs have ended(, \d+ min left)?", output)
-    assert (ended[0], ended[-1]) == (("0", ""), ("12", "")) and all(left for n, left in ended if 0 < int(n) < 12), output
+    assert (ended[0], ended[-1]) == (("0", ""), ("12", "")), output
+    assert all(left for n, left in ended if 0 < int(n) < 12), output
     states = Counter(trial.state.name for trial in clone.trials())
     pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
     assert 0 < states["PRUNED"] == len(pruned) and states["COMPLETE"] == 12 - len(pruned), (states, output)
