@@ -7,7 +7,7 @@ import numpy as np
 
 import harness
 from night.records import curve, record_of, run_seconds
-from night.rows import arm, commit_of, experiments, grouped, place, seed_noise
+from night.rows import arms, baseline, commit_of, experiments, grouped, one_seed, place, seed_noise
 from prepare import PrepareError
 
 
@@ -23,7 +23,7 @@ def plot(args: argparse.Namespace | None = None) -> None:
     lines = sum(draw(ax, rows) for (ax,), rows in zip(axes, groups, strict=True))
     figure.set_figheight(figure.get_figheight() + 0.16 * lines)
     save(figure, "progress.png")
-    if groups := [rows for rows in groups if len(grouped(rows, arm)) > 1]:
+    if groups := [rows for rows in groups if len(arms(rows)) > 1]:
         plot_arms(groups)
 
 
@@ -46,17 +46,17 @@ def plot_arms(groups: list[list[dict]]) -> None:
     figure, axes = new_figure(len(groups), 2)
     for (left, right), group in zip(axes, groups, strict=True):
         noise = seed_noise(group[0])[0]
-        baseline = next((row["val_bpb"] for row in group if row["status"] == "keep"), np.nan)
-        for color, (name, rows) in enumerate(grouped(group, arm).items()):
+        first = baseline(one_seed(group))["val_bpb"] or np.nan
+        for color, (name, rows) in enumerate(arms(group).items()):
             scores = np.array([row["val_bpb"] or np.nan for row in rows])
-            lowest = np.fmin.accumulate([baseline, *scores])[1:]
+            lowest = np.fmin.accumulate([first, *scores])[1:]
             minutes = np.cumsum([sum(run_seconds([row], "total_seconds")) for row in rows]) / 60
             for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
                 ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
                 ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
                 ax.scatter(x, scores, s=8, color=f"C{color}", alpha=0.5, lw=0)
         found = np.array([row["val_bpb"] for row in group if row["val_bpb"]])
-        low, high = found.min(), worst(baseline, found)
+        low, high = found.min(), worst(first, found)
         margin = max(0.1 * (high - low), 2 * noise)
         left.set(xlabel="runs of the arm", ylabel="val_bpb; line: best so far", ylim=(low - margin, high + margin))
         right.set(xlabel="minutes that they took, as far as there are records")
@@ -72,24 +72,28 @@ def worst(first: float, scores: np.ndarray) -> float:
 
 
 def draw(ax, rows: list[dict]) -> int:
-    """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count."""
+    """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count.
+
+    If there are several seeds, the line, the gains and the title are those of the most frequent one.
+    """
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    status = np.array([row["status"] for row in rows])
-    scores = y[status != "crash"]
-    first, best = [*y[status == "keep"], *scores][0], scores.min()  # the first rows may be ideas of a wave
+    status, main = np.array([row["status"] for row in rows]), one_seed(rows)
+    scores, own = y[status != "crash"], [row["val_bpb"] for row in main if row["status"] != "crash"]
+    first, best, low = baseline(main)["val_bpb"], min(own), scores.min()
     top = worst(first, scores)
-    margin = max(0.1 * (top - best), 0.003 * best)
-    y = np.where(status == "crash", best - margin, np.minimum(y, top + margin))
+    margin = max(0.1 * (top - low), 0.003 * low)
+    y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
-    if (status == "keep").any():
-        lowest = np.minimum.accumulate(np.where(status == "keep", y, np.inf))
+    kept = (status == "keep") & [row in main for row in rows]
+    if kept.any():
+        lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
         if noise := seed_noise(rows[0])[0]:
             band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
             ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
-    ax.set(ylim=(best - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
+    ax.set(ylim=(low - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
@@ -102,9 +106,12 @@ def draw(ax, rows: list[dict]) -> int:
 
 
 def tables(rows: list[dict]) -> list[str]:
-    """Lines of text about the kept experiments and the ten best discarded ones."""
+    """Lines of text about the kept experiments and the ten best discarded ones, with the most frequent seed."""
     kept, missed, before = [], [], None
+    main = one_seed(rows)
     for number, row in enumerate(rows, start=1):
+        if row not in main:
+            continue
         gain = before - row["val_bpb"] if before else None
         line = f"{number:5}  {row['val_bpb']:7.4f}  {f'{gain:.4f}' if before else '':>7}  {row['description']}"
         if row["status"] == "keep":

@@ -10,7 +10,7 @@ from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arm, experiments, good, grouped, in_history, scores
+from night.rows import Label, arms, experiments, good, in_history, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
@@ -30,8 +30,8 @@ def report(args: argparse.Namespace) -> None:
     crashed = sum(row["status"] == "crash" for row in rows)
     title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {crashed} crashed."
     pictures = "![](progress.png)"
-    if len(arms := grouped(rows, arm)) > 1:
-        title += "".join(f"\n{best_of(*one)}" for one in arms.items())
+    if len(found := arms(rows)) > 1:
+        title += "".join(f"\n{best_of(*one)}" for one in found.items())
         pictures += "\n\n![](arms.png)"
     print(title)
     kept, parts = in_history(kept), [title]

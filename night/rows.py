@@ -93,6 +93,28 @@ def arm(row: dict) -> str:
     return prefix[1] or prefix[2] if prefix else "agent"
 
 
+def seed_of(row: dict) -> int:
+    seed = Description.parse(row).seed
+    return harness.SEED if seed is None else seed
+
+
+def one_seed(rows: list[dict]) -> list[dict]:
+    """The rows with the seed that most scores have: these can be compared."""
+    seed = statistics.mode([seed_of(row) for row in rows if row["val_bpb"]] or [harness.SEED])
+    return [row for row in rows if seed_of(row) == seed]
+
+
+def baseline(rows: list[dict]) -> dict:
+    """The first kept row, else the first score, else the first crash. A wave's ideas may end before it."""
+    return min(rows, key=lambda row: (row["status"] != "keep", row["status"] == "crash"))
+
+
+def arms(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows with one seed by arm, without the baseline's."""
+    rows = one_seed(rows)
+    return grouped([row for row in rows if row["commit"] != baseline(rows)["commit"]], arm)
+
+
 def good(rows: list[dict], commit: str) -> list[dict]:
     """Rows of a commit that did not crash and ran the committed train.py."""
     return [row for row in rows if row["commit"] == commit and row["status"] != "crash" and not uncommitted(row)]
@@ -110,7 +132,7 @@ def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
         parts = Description.parse(row)
         bpb = row["val_bpb"] if split == "val" else parts.test_bpb
         if row["status"] != "crash" and bpb is not None:
-            found[harness.SEED if parts.seed is None else parts.seed] = bpb
+            found[seed_of(row)] = bpb
     return found
 
 

@@ -760,8 +760,9 @@ SECTIONS = [
     ("The picture", "night/plot.py", ["test_night.py", "-k", "picture or band"], [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
         ("band = lowest[-1] - 2 * noise, lowest[-1]", "band = lowest[-1] - 2 * noise, lowest[0]"),
-        ('if (status == "keep").any():', "if True:"),
-        ('[*y[status == "keep"], *scores][0]', "scores[0]"),
+        ('if kept.any():', "if True:"),
+        ('kept = (status == "keep") & [row in main for row in rows]', 'kept = status == "keep"'),
+        ("        if row not in main:\n            continue\n", ""),
         ("xlim=(0.5, len(x) + 0.5), ", ""),
         ('before - row["val_bpb"] if', 'row["val_bpb"] - before if'),
         ("sorted(missed, reverse=True)[:10]", "sorted(missed)[:10]"),
@@ -848,6 +849,7 @@ SECTIONS = [
         ("        if run not in self.runs():\n", "        if True:\n"),
         ("            self.base = reference(self.kind)\n", "            pass\n"),
         ('self.study.tell(trial, state=self.states.PRUNED if pruned else self.states.FAIL)', 'self.study.tell(trial, 9.0)'),
+        ("len(self.begun()) + len(self.waiting)", "len(self.begun())"),
         ("            if value != knob.value:\n", "            if True:\n"),
     ]),
     ("The arms", "night/rows.py", ["test_tune.py", "-k", "arms"], [
@@ -894,7 +896,7 @@ SECTIONS = [
         ('if split == "val" else parts.test_bpb', "if split else parts.test_bpb"),
     ]),
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
-        ("harness.SEED if parts.seed is None else parts.seed", "parts.seed"),
+        ("harness.SEED if seed is None else seed", "seed"),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
         ("harness.SEED if seed is None else seed", "seed"),
@@ -945,8 +947,14 @@ SECTIONS = [
         ('idea.status == "crash" and not idea.tuner]', 'idea.status == "crash"]'),
     ]),
     ("The picture", "night/plot.py", ["test_tune.py", "-k", "arms"], [
-        ("accumulate([baseline, *scores])[1:]", "accumulate(scores)"),
+        ("accumulate([first, *scores])[1:]", "accumulate(scores)"),
         ("{np.fmin.reduce(scores):.4f}", "{lowest[-1]:.4f}"),
+    ]),
+    ("One seed", "night/rows.py", ["test_night.py", "test_tune.py", "-k", "picture or band or arms"], [
+        ("statistics.mode([seed_of", "min([seed_of"),
+        ('if row["val_bpb"]] or [harness.SEED]', "]"),
+        ('(row["status"] != "keep", row["status"] == "crash")', 'row["val_bpb"]'),
+        (' if row["commit"] != baseline(rows)["commit"]]', "]"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),

@@ -15,7 +15,7 @@ from night import records, tune
 from night.__main__ import parse
 from night.plot import plot
 from night.report import best_of
-from night.rows import arm, grouped
+from night.rows import arms
 from night.tune import edit, read_knobs
 from prepare import PrepareError
 
@@ -202,7 +202,7 @@ def test_cma_es_begins_at_the_constants_as_they_are_not_in_the_middle_of_their_r
 
 
 def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
-    """The second run of each commit has no record. Two seeds of a commit differ by 0.02."""
+    """Neither the baseline nor a run with another seed belongs to an arm. Two seeds of a commit differ by 0.02."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
     row = dict(memory_gb=1.0, gpu="A", dataset="d")
@@ -221,8 +221,8 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
         if "seed" not in text:
             records.RUNS.mkdir(exist_ok=True)
             (records.new_folder(f"{commit}-42-300s") / "summary.json").write_text(json.dumps({"total_seconds": 60 * i}))
-    found = grouped(harness.read_results(), arm)
-    assert {name: len(rows) for name, rows in found.items()} == {"agent": 2, "tpe": 2, "agent 2": 1, "random": 2}
+    found = arms(harness.read_results())
+    assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c4, tune tpe: A 1 -> 3."
     figures, save = [], night.plot.save
     monkeypatch.setattr(night.plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
@@ -230,8 +230,8 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]
     left, right = figures[-1].axes
     drawn = [[[*line.get_xdata()] for line in ax.lines] for ax in (left, right)]
-    assert drawn == [[[1, 2], [1, 2], [1], [1, 2]], [[0, 0], [2, 6], [3], [5, 11]]]
-    assert [[*line.get_ydata()] for line in left.lines] == [[1.3, 1.3], [1.2, 1.1], [1.25], [1.3, 1.3]], "baseline: 1.3"
+    assert drawn == [[[1, 2], [1], [1, 2]], [[2, 6], [3], [5, 11]]]
+    assert [[*line.get_ydata()] for line in left.lines] == [[1.2, 1.1], [1.25], [1.3, 1.3]], "baseline: 1.3"
     assert [text.get_text() for text in right.get_legend().get_texts()][-1] == "random, 1.4000"
-    low, high = (edge(left.collections[2].get_paths()[0].vertices[:, 1]) for edge in (min, max))
+    low, high = (edge(left.collections[0].get_paths()[0].vertices[:, 1]) for edge in (min, max))
     assert low == pytest.approx(1.1 - 0.02 / 2**0.5) and high == pytest.approx(1.2 + 0.02 / 2**0.5)
