@@ -950,11 +950,14 @@ SECTIONS = [
         ("accumulate([first, *scores])[1:]", "accumulate(scores)"),
         ("{np.fmin.reduce(scores):.4f}", "{lowest[-1]:.4f}"),
     ]),
-    ("One seed", "night/rows.py", ["test_night.py", "test_tune.py", "-k", "picture or band or arms"], [
+    ("One seed", "night/rows.py", ["test_night.py", "-k", "picture or band"], [
         ("statistics.mode([seed_of", "min([seed_of"),
         ('if row["val_bpb"]] or [harness.SEED]', "]"),
         ('(row["status"] != "keep", row["status"] == "crash")', 'row["val_bpb"]'),
+    ]),
+    ("One seed", "night/rows.py", ["test_tune.py", "-k", "arms"], [
         (' if row["commit"] != baseline(rows)["commit"]]', "]"),
+        ("    rows = one_seed(rows)\n    return grouped", "    return grouped"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),

@@ -214,7 +214,9 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
         "tune tpe: A 1 -> 3": 1.1,
         "tune random: A": 0,
         "tune random: B": 1.4,
+        "tune tpe: C, seed 1": 1.0,
     }
+    ideas |= {f"tune random: {letter}, seed 1": 0 for letter in "DEFGH"}
     for i, (text, bpb) in enumerate(ideas.items()):
         commit = f"c{max(1, i)}"
         harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), commit=commit, **row)
