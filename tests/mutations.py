@@ -849,7 +849,6 @@ SECTIONS = [
         ("        if run not in self.runs():\n", "        if True:\n"),
         ("            self.base = reference(self.kind)\n", "            pass\n"),
         ('self.study.tell(trial, state=self.states.PRUNED if pruned else self.states.FAIL)', 'self.study.tell(trial, 9.0)'),
-        ("len(self.begun()) + len(self.waiting)", "len(self.begun())"),
         ("            if value != knob.value:\n", "            if True:\n"),
     ]),
     ("The arms", "night/rows.py", ["test_tune.py", "-k", "arms"], [
@@ -952,11 +951,12 @@ SECTIONS = [
     ]),
     ("One seed", "night/rows.py", ["test_night.py", "-k", "picture or band"], [
         ("statistics.mode([seed_of", "min([seed_of"),
-        ('if row["val_bpb"]] or [harness.SEED]', "]"),
         ('(row["status"] != "keep", row["status"] == "crash")', 'row["val_bpb"]'),
     ]),
     ("One seed", "night/rows.py", ["test_tune.py", "-k", "arms"], [
         (' if row["commit"] != baseline(rows)["commit"]]', "]"),
+        ('if row["val_bpb"]] or [harness.SEED]', "]"),
+        (" or [harness.SEED])", ")"),
         ("    rows = one_seed(rows)\n    return grouped", "    return grouped"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
@@ -979,6 +979,7 @@ SECTIONS = [
         ("searched=() if args.tokens else SIZES", "searched=SIZES"),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_badly"], [
+        ("len(self.begun()) + len(self.waiting)", "len(self.begun())"),
         ("loss > statistics.median(before)", "loss < statistics.median(before)"),
         ("                self.stop(stream, PRUNED)", "                pass"),
         ("pruned = Description.parse(row).reason == PRUNED", "pruned = False"),
