@@ -10,7 +10,7 @@ from collections import Counter
 from harness import read_results
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import Label, commit_of, experiments, grouped, in_history, place, with_error
+from night.rows import Label, baseline, commit_of, experiments, grouped, in_history, place, with_error
 from prepare import PrepareError
 
 TRIALS = 5  # a tuner makes many: list the best ones
@@ -44,7 +44,7 @@ def last_place(setting: str = "") -> list[dict]:
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
     found, noise = ideas(rows), Noise.of(rows)
-    kept = in_history([row for row in rows if row["status"] == "keep"]) or rows[:1]
+    kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
     count = Counter(row["status"] for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]

@@ -64,8 +64,8 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
     knobs = read_knobs(source, peak=0.0, searched=())  # no sizes
     while True:
         knob = random.choice(knobs)
-        drawn = knob.value * 2 ** random.uniform(-1, 1) if knob.log else random.uniform(knob.low, knob.high)
-        drawn = knob.fit(drawn)
+        at, low, high = random.random(), knob.low, knob.high
+        drawn = knob.fit(low * (high / low) ** at if knob.log else low + at * (high - low))
         what = f"{knob.name} {knob.text} -> {knob.literal(drawn)}"
         if drawn != knob.value and what not in prompt:
             return what, edit(source, {knob: drawn})
