@@ -164,9 +164,10 @@ class Night:
 
     def rows(self) -> list[dict]:
         """All of them well formed, or it fails."""
-        if not (self.folder / "results.tsv").exists():
+        path = self.folder / "results.tsv"
+        if not path.exists() or not (text := path.read_text("utf-8")):  # just created
             return []
-        header, *lines = (self.folder / "results.tsv").read_text("utf-8").split("\n")[:-1]
+        header, *lines = text.split("\n")[:-1]
         rows = [row for row in map(harness.parse_row, lines) if row]  # of one look: runs go on writing
         assert header + "\n" == HEADER and len(rows) == len(lines)
         return rows
