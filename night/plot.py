@@ -78,15 +78,15 @@ def draw(ax, rows: list[dict]) -> int:
     """
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status, main = np.array([row["status"] for row in rows]), one_seed(rows)
-    scores, own = y[status != "crash"], [row["val_bpb"] for row in main if row["status"] != "crash"]
-    first, best, low = baseline(main)["val_bpb"], min(own), scores.min()
+    own, scores = np.array([row in main for row in rows]), y[status != "crash"]
+    first, best, low = baseline(main)["val_bpb"], y[own & (status != "crash")].min(), scores.min()
     top = worst(first, scores)
     margin = max(0.1 * (top - low), 0.003 * low)
     y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
-    kept = (status == "keep") & [row in main for row in rows]
+    kept = (status == "keep") & own
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
@@ -99,19 +99,18 @@ def draw(ax, rows: list[dict]) -> int:
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
-    lines = [part for line in tables(rows) for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
+    lines = [
+        part for line in tables(x[own], main) for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]
+    ]
     below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
     ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
     return len(lines)
 
 
-def tables(rows: list[dict]) -> list[str]:
-    """Lines of text about the kept experiments and the ten best discarded ones, with the most frequent seed."""
+def tables(numbers: np.ndarray, rows: list[dict]) -> list[str]:
+    """Lines of text about the kept experiments and the ten best discarded ones."""
     kept, missed, before = [], [], None
-    main = one_seed(rows)
-    for number, row in enumerate(rows, start=1):
-        if row not in main:
-            continue
+    for number, row in zip(numbers, rows, strict=True):
         gain = before - row["val_bpb"] if before else None
         line = f"{number:5}  {row['val_bpb']:7.4f}  {f'{gain:.4f}' if before else '':>7}  {row['description']}"
         if row["status"] == "keep":

@@ -112,7 +112,8 @@ def baseline(rows: list[dict]) -> dict:
 def arms(rows: list[dict]) -> dict[str, list[dict]]:
     """The rows with one seed by arm, without the baseline's."""
     rows = one_seed(rows)
-    return grouped([row for row in rows if row["commit"] != baseline(rows)["commit"]], arm)
+    first = baseline(rows)["commit"] if rows else None
+    return grouped([row for row in rows if row["commit"] != first], arm)
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
@@ -129,8 +130,7 @@ def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
     """Bits per byte of a split by seed, from the rows that have it; the last of a seed counts."""
     found = {}
     for row in rows:
-        parts = Description.parse(row)
-        bpb = row["val_bpb"] if split == "val" else parts.test_bpb
+        bpb = row["val_bpb"] if split == "val" else Description.parse(row).test_bpb
         if row["status"] != "crash" and bpb is not None:
             found[seed_of(row)] = bpb
     return found

@@ -198,7 +198,7 @@ class Tuner(Trainer):
 
     def search(self) -> None:
         print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
-        with self.at_work(self.to_end() + len(self.left)):
+        with self.at_work(self.to_end()):
             while True:
                 while len(self.pending) < self.slots and (trial := self.next_trial()):
                     self.start(trial)
@@ -215,7 +215,7 @@ class Tuner(Trainer):
         self.show_best()
 
     def to_end(self) -> int:
-        return self.args.runs - len(self.begun()) + len(self.waiting)
+        return self.args.runs - len(self.begun()) + len(self.waiting) + len(self.left)
 
     def begun(self) -> list[dict]:
         """`base` and `commit` of each trial that has begun; either may still be missing."""

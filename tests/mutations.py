@@ -761,8 +761,8 @@ SECTIONS = [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
         ("band = lowest[-1] - 2 * noise, lowest[-1]", "band = lowest[-1] - 2 * noise, lowest[0]"),
         ('if kept.any():', "if True:"),
-        ('kept = (status == "keep") & [row in main for row in rows]', 'kept = status == "keep"'),
-        ("        if row not in main:\n            continue\n", ""),
+        ('kept = (status == "keep") & own', 'kept = status == "keep"'),
+        ("tables(x[own], main)", "tables(x, rows)"),
         ("xlim=(0.5, len(x) + 0.5), ", ""),
         ('before - row["val_bpb"] if', 'row["val_bpb"] - before if'),
         ("sorted(missed, reverse=True)[:10]", "sorted(missed)[:10]"),
@@ -892,7 +892,7 @@ SECTIONS = [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
     ]),
     ("The report", "night/rows.py", ["test_report.py", "-k", "names or many_seeds or readable"], [
-        ('if split == "val" else parts.test_bpb', "if split else parts.test_bpb"),
+        ('if split == "val" else', "if split else"),
     ]),
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
         ("harness.SEED if seed is None else seed", "seed"),
@@ -954,10 +954,10 @@ SECTIONS = [
         ('(row["status"] != "keep", row["status"] == "crash")', 'row["val_bpb"]'),
     ]),
     ("One seed", "night/rows.py", ["test_tune.py", "-k", "arms"], [
-        (' if row["commit"] != baseline(rows)["commit"]]', "]"),
+        (' if row["commit"] != first]', "]"),
         ('if row["val_bpb"]] or [harness.SEED]', "]"),
         (" or [harness.SEED])", ")"),
-        ("    rows = one_seed(rows)\n    return grouped", "    return grouped"),
+        ("    rows = one_seed(rows)\n    first", "    first"),
     ]),
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),
