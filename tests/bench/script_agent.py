@@ -46,6 +46,48 @@ EDITS |= {
         "self.c_proj((y * gate[:, :, :H]).flatten(2))",
         "self.c_proj(norm((y * gate[:, :, :H]).flatten(2)))",
     ),
+    "queries are shifted like keys": (
+        "        parts = zip",
+        "        q = torch.where(self.shifted, F.pad(q, (0, 0, 0, 0, 1, -1)), q)\n        parts = zip",
+    ),
+    "half of the shifted half of a key is from two tokens before": (
+        "        parts = zip",
+        "        quarter = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) >= k.size(-1) * 3 // 8\n"
+        "        k = torch.where(quarter, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n        parts = zip",
+    ),
+    "heads add the mean of all values so far": (
+        "        return self.c_proj((y",
+        "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
+        "        y = y + (v.float().cumsum(1) / steps).to(y.dtype)\n        return self.c_proj((y",
+    ),
+    "the last head is the mean of all values so far": (
+        "        return self.c_proj((y",
+        "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
+        "        mean = (v[:, :, -1:].float().cumsum(1) / steps).to(y.dtype)\n"
+        "        y = torch.cat([y[:, :, :-1], mean], 2)\n        return self.c_proj((y",
+    ),
+    "the mean of the first hidden states so far is added": (
+        "        x = x0 = norm(x)\n",
+        "        x = x0 = norm(x)\n        x = x + 0.5 * norm(x0.float().cumsum(1)).to(x.dtype)\n",
+    ),
+    "full heads one layer earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 1)  # the first heads"),
+    "full heads two layers earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 2)  # the first heads"),
+    "MLPs learn 1.4 times as fast": (
+        "SCALE if p.ndim == 3 else 1)",
+        'SCALE if p.ndim == 3 else 1.4 if "mlp" in name else 1)',
+    ),
+    "attention learns 1.4 times as fast": (
+        "SCALE if p.ndim == 3 else 1)",
+        'SCALE if p.ndim == 3 else 1.4 if "attn" in name else 1)',
+    ),
+    "output matrices learn 1.4 times as fast": (
+        "SCALE if p.ndim == 3 else 1)",
+        'SCALE if p.ndim == 3 else 1.4 if "c_proj" in name else 1)',
+    ),
+    "a document's first token is no target": (
+        "loss = model(x, y) / grad",
+        "loss = model(x, torch.where(y == config.vocab_size - 4, -1, y)) / grad",
+    ),
     "induction by 2 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 2).sort"),
     "induction by 4 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 4).sort"),
     "Adam's first beta 0.8 -> 0.9": ("ADAM_BETAS = (0.8, ", "ADAM_BETAS = (0.9, "),
@@ -58,7 +100,7 @@ EDITS |= {
 def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
     """A description that is not in the prompt, and a train.py."""
     fitting = {what: pair for what, pair in EDITS.items() if what not in prompt and source.count(pair[0].encode()) == 1}
-    if fitting and random.random() < 0.3:
+    if fitting and random.random() < 0.5:
         what, (old, new) = random.choice([*fitting.items()])
         return what, source.replace(old.encode(), new.encode())
     knobs = read_knobs(source, peak=0.0, searched=())  # no sizes
