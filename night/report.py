@@ -10,9 +10,11 @@ from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arms, experiments, good, in_history, scores
+from night.rows import Label, arms, experiments, good, in_history, num_kept, scores
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
+
+UNSURE = "may be chance: its 95% confidence interval reaches below 0. More seeds narrow it (--seeds)."
 
 
 def report(args: argparse.Namespace) -> None:
@@ -28,7 +30,7 @@ def report(args: argparse.Namespace) -> None:
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = [row for row in rows if row["status"] == "keep"]
     crashed = sum(row["status"] == "crash" for row in rows)
-    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {len(kept)} kept, {crashed} crashed."
+    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {num_kept(rows)} commits kept, {crashed} crashed."
     pictures = "![](progress.png)"
     if len(found := arms(rows)) > 1:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())
@@ -83,7 +85,7 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
         raise PrepareError("fewer than two runs of a revision succeeded: see their rows; --again repeats them")
     gain, error, _ = found["val"]
     luck = min(logged, logged - gain)
-    lines += ["", f"The night's gain {'holds up.' if stands else 'does not hold up: it may be chance.'}"]
+    lines += ["", f"The night's gain {'holds up.' if stands else UNSURE}"]
     lines.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
     if luck > error:
         lines.append(f"The rest, {luck:.4f}, was luck.")

@@ -109,6 +109,11 @@ def baseline(rows: list[dict]) -> dict:
     return min(rows, key=lambda row: (row["status"] != "keep", row["status"] == "crash"))
 
 
+def num_kept(rows: list[dict]) -> int:
+    """How many commits were kept. The baseline may have been with several seeds."""
+    return len({row["commit"] for row in rows if row["status"] == "keep"})
+
+
 def arms(rows: list[dict]) -> dict[str, list[dict]]:
     """The rows with one seed by arm, without the baseline's."""
     rows = one_seed(rows)

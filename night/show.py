@@ -5,12 +5,11 @@ import math
 import os
 import re
 import sys
-from collections import Counter
 
 from harness import read_results
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import Label, baseline, commit_of, experiments, grouped, in_history, place, with_error
+from night.rows import Label, baseline, commit_of, experiments, grouped, in_history, num_kept, place, with_error
 from prepare import PrepareError
 
 TRIALS = 5  # a tuner makes many: list the best ones
@@ -46,9 +45,9 @@ def about_night(rows: list[dict]) -> str:
     found, noise = ideas(rows), Noise.of(rows)
     kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
-    count = Counter(row["status"] for row in rows)
+    crashed = sum(row["status"] == "crash" for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
-    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count['keep']} kept, {count['crash']} crashed.")
+    lines.append(f"{len(rows)} experiments with {len(found)} commits; {num_kept(rows)} kept, {crashed} crashed.")
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
     if noise.seed:

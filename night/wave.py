@@ -166,11 +166,11 @@ class Trainer:
         if args.address:
             nodes = with_dataset(nodes, kind.dataset, self.files)
         cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
-        self.slots = int(sum(node["Resources"].get("GPU", 1) for node in nodes)) * args.per_gpu
+        self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # of a run that has a GPU to itself
+        self.gpus = int(sum(node["Resources"].get("GPU", 1) for node in nodes))
+        self.slots = self.gpus * args.per_gpu
         self.task = ray.remote(
             num_returns="streaming",
-            num_cpus=int(1e4 * cores / args.per_gpu) / 1e4,  # Ray counts in 1e-4
-            num_gpus=int(1e4 / args.per_gpu) / 1e4 if device == "GPU" else 0,
             label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
             max_retries=0,  # Ray would skip as many events of the second try as have been read of the first
         )(run_in_checkout)
@@ -202,9 +202,10 @@ class Trainer:
         for row in rows:
             if row["commit"] == base[0]:  # judge ideas of an interrupted wave that ended before it
                 decide(ideas, row, self.kind)
+        per_gpu = min(self.args.per_gpu, math.ceil(len(todo) / self.gpus))
         with self.at_work(len(todo)):
             for run in todo:
-                self.submit(run, base)
+                self.submit(run, base, per_gpu)
             while self.pending:
                 for run, row in self.ended():
                     if run.commit == base[0]:
@@ -212,12 +213,15 @@ class Trainer:
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
 
-    def submit(self, run: Run, base: tuple[str, str]) -> None:
-        """Queues a run. base: commit and subject of the revision that it has to beat."""
+    def submit(self, run: Run, base: tuple[str, str], per_gpu: int | None = None) -> None:
+        """Queues a run. base: commit and subject of the revision that it has to beat. per_gpu: if few runs are queued,
+        how many a GPU should take, since Ray fills one before it begins with the next."""
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        stream = self.task.remote(self.archive(run.commit), self.files, command, record, args.folder)
+        share = {name: int(1e4 * n / (per_gpu or args.per_gpu)) / 1e4 for name, n in self.share.items()}  # Ray's unit
+        task = self.task.options(**share)
+        stream = task.remote(self.archive(run.commit), self.files, command, record, args.folder)
         self.pending[stream] = run, base
 
     def stop(self, stream, reason: str) -> None:

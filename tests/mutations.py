@@ -777,7 +777,7 @@ SECTIONS = [
         ("args.limit = args.limit or", "args.limit ="),
         ("(args.seconds, args.tokens, args.gpu)", "(args.seconds, args.tokens, None)"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset or interrupted or lost_node"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset or interrupted or lost_node or spread"], [
         ('other[seed] for seed in own if seed in other', 'min(other.values()) for seed in own if seed in other'),
         ("scores(groups.get((gpu, base), []))", "scores([row for row in rows if row['commit'] == base])"),
         ("tokens = max(", "tokens = min("),
@@ -792,6 +792,7 @@ SECTIONS = [
         ("to_beat=to_beat, test_bpb=test_bpb, reason", "to_beat=to_beat, reason"),
         ("                if run.commit == base[0]:\n", "                if True:\n"),
         ("max_retries=0,  # Ray", "max_retries=1,  # Ray"),
+        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
         ("run not in self.lost", "True"),
         ("                    self.submit(run, base)\n                    continue\n", ""),
         ('            if row["commit"] == base[0]:  # judge', '            if False:  # judge'),
@@ -895,6 +896,7 @@ SECTIONS = [
         ('if split == "val" else', "if split else"),
     ]),
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
+        ('len({row["commit"] for row in rows if row["status"] == "keep"})', 'sum(row["status"] == "keep" for row in rows)'),
         ("harness.SEED if seed is None else seed", "seed"),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [

@@ -395,14 +395,16 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     assert clone.run("git status --porcelain") == ""
 
 
-@pytest.mark.parametrize(("slots", "threads"), [([], 1002.2), (TWO_SLOTS, 1.1)])
-def test_under_taskset_a_run_has_the_threads_that_it_may_use(clone, slots, threads):
-    """Without OMP_NUM_THREADS, PyTorch takes as many as it may use."""
+@pytest.mark.parametrize(
+    ("options", "threads"), [([], [1002.2]), (TWO_SLOTS, [1002.2]), ([*TWO_SLOTS, "--seeds=1,2"], [1.1] * 2)]
+)
+def test_under_taskset_runs_share_the_threads_that_they_may_use(clone, options, threads):
+    """Without OMP_NUM_THREADS, PyTorch takes as many as it may use. A single run does not leave half of them idle."""
     omp = "os.environ.get('OMP_NUM_THREADS', 1000 + len(os.sched_getaffinity(0)))"
     clone.commit(base=f"val_bpb = float({omp}) + int(os.environ['TORCHINDUCTOR_COMPILE_THREADS']) / 10")
     two = sorted(os.sched_getaffinity(0))[:2]
-    clone.finish(clone.wave("base", *slots, begin=lambda: os.sched_setaffinity(0, two)))
-    assert [row["val_bpb"] for row in clone.rows()] == [threads]
+    clone.finish(clone.wave("base", *options, begin=lambda: os.sched_setaffinity(0, two)))
+    assert [row["val_bpb"] for row in clone.rows()] == threads
 
 
 def parent(pid: int) -> int:
@@ -410,7 +412,7 @@ def parent(pid: int) -> int:
 
 
 class Cluster:
-    """A head and nodes of one core each, all on this machine."""
+    """A head and nodes of one core each, all on this machine. Ray is told how many GPUs a node has."""
 
     def __init__(self, clone: Clone, monkeypatch):
         from ray.cluster_utils import Cluster
@@ -422,8 +424,8 @@ class Cluster:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self.nodes = {}
 
-    def add(self, **env: str) -> None:
-        node = self.cluster.add_node(num_cpus=1, env_vars=env)
+    def add(self, num_gpus: int = 0, **env: str) -> None:
+        node = self.cluster.add_node(num_cpus=1, num_gpus=num_gpus, env_vars=env)
         self.nodes[node.all_processes["raylet"][0].process.pid] = node
 
     def lose_node_of(self, pid: int) -> None:
@@ -476,6 +478,16 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     began(3)
     wave.kill()
     assert clone.all_gone(runs=True)
+
+
+def test_few_runs_are_spread_over_the_gpus(clone, cluster):
+    """Though eight could share one, and Ray fills one before it begins with the next."""
+    clone.commit(good="time.sleep(3); val_bpb = 1.3")
+    cluster.add(num_gpus=2)
+    several = ["--seeds=1,2,3", "--per-gpu=8", "--tokens=5", f"--address={cluster.cluster.address}"]
+    output = clone.finish(clone.wave("good", *several))
+    assert sorted(re.findall("^start .* GPU (.)$", output, re.M)) == ["0", "0", "1"]
+    assert len(clone.rows()) == 3
 
 
 def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluster, tmp_path):
