@@ -87,10 +87,13 @@ def loop(args: argparse.Namespace) -> None:
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
     night = Loop(args, start_ray(args))
     (base,) = revisions([reference(night.kind)])
-    seeds = [None] if night.kind.rows() else [None, 1, 2]  # a night begins by measuring its noise
-    if night.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
-        raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
+    begins = not night.kind.rows()
+    seeds = [None, 1, 2] if begins else [None]  # a night begins by measuring its noise
     try:
+        while begins and night.may_ask():  # agents think while the reference trains
+            night.ask()
+        if night.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
+            raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
         with night.at_work():
             night.work()
     finally:
@@ -136,6 +139,7 @@ class Loop(Trainer):
         self.agents: list[Agent] = []
         self.trained = self.refused = 0  # runs of this night; refusals in a row
         self.busy = 0.0  # seconds with a run, summed over slots
+        self.start = self.now = self.next_ask = time.monotonic()
 
     def work(self) -> None:
         self.start = self.now = self.next_ask = time.monotonic()
@@ -238,7 +242,7 @@ class Loop(Trainer):
         refused = [f"- {text}" for text in self.verdicts() if text.startswith("refused") and text != ENDED]
         now = [f"- {run.description}" for run in self.runs()] + [f"- {agent.idea()}" for agent in self.agents]
         worn = [f"- {name}: {n}" for name, n in since.most_common() if name and n >= WORN]
-        parts = dict(memory=[about_night(rows)], worn=worn, now=now, refused=refused[-REFUSED:])
+        parts = dict(memory=[about_night(rows)] if rows else [], worn=worn, now=now, refused=refused[-REFUSED:])
         rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
         return PROMPT.format(
             budget=self.args.setting.strip(", ") or f"{prepare.TIME_BUDGET} s",

@@ -181,7 +181,8 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     config.write_text(f"[core]\nautocrlf = true\nhooksPath = {hooks}\n[color]\nui = always\n[commit]\ngpgsign = true\n")
     loop.env["GIT_CONFIG_GLOBAL"] = str(config)
     loop.finish(loop.loop("A,elsewhere,odd,B,worse", args=["--runs=4", "--hours=2", "--sandbox=env SANDBOX=box"]))
-    (*_, last) = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
+    first, *_, last = sorted((loop.folder / "runs" / "proposals").glob("*/prompt.md"), key=lambda p: int(p.parent.name))
+    assert "```text\nnone\n" in first.read_text()  # it was asked while the reference trained
     before, memory, _ = last.read_text().split("```")
     assert (last.parent / "agent.log").read_text() == "in a box\n"
     assert "a run of it (1.5 M tokens) ends" in before
