@@ -165,7 +165,8 @@ def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_pat
     states = Counter(trial.state.name for trial in clone.trials())
     pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
     assert 0 < states["PRUNED"] == len(pruned) and states["COMPLETE"] == 12 - len(pruned), (states, output)
-    assert (tmp_path / "trained").read_text().count("one") == 12 - len(pruned)
+    trained = (tmp_path / "trained").read_text().count("one")
+    assert trained == len(clone.rows()) - len(pruned)  # equal values are one run
     assert all(clone.train(row["commit"])[1][1] < 32 for row in pruned), "the widest are never above the median"
 
 
