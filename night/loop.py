@@ -139,10 +139,10 @@ class Loop(Trainer):
         self.agents: list[Agent] = []
         self.trained = self.refused = 0  # runs of this night; refusals in a row
         self.busy = 0.0  # seconds with a run, summed over slots
-        self.start = self.now = self.next_ask = time.monotonic()
+        self.start = self.next_ask = time.monotonic()
 
     def work(self) -> None:
-        self.start = self.now = self.next_ask = time.monotonic()
+        self.start = self.now = time.monotonic()  # hours and busy seconds count from here, without the reference's runs
         self.resume()
         while self.pending or not self.over():
             if branch() != self.branch:

@@ -72,18 +72,6 @@ EDITS |= {
     ),
     "full heads one layer earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 1)  # the first heads"),
     "full heads two layers earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 2)  # the first heads"),
-    "MLPs learn 1.4 times as fast": (
-        "SCALE if p.ndim == 3 else 1)",
-        'SCALE if p.ndim == 3 else 1.4 if "mlp" in name else 1)',
-    ),
-    "attention learns 1.4 times as fast": (
-        "SCALE if p.ndim == 3 else 1)",
-        'SCALE if p.ndim == 3 else 1.4 if "attn" in name else 1)',
-    ),
-    "output matrices learn 1.4 times as fast": (
-        "SCALE if p.ndim == 3 else 1)",
-        'SCALE if p.ndim == 3 else 1.4 if "c_proj" in name else 1)',
-    ),
     "a document's first token is no target": (
         "loss = model(x, y) / grad",
         "loss = model(x, torch.where(y == config.vocab_size - 4, -1, y)) / grad",
@@ -94,6 +82,13 @@ EDITS |= {
     "Adam's second beta 0.98 -> 0.99": ("ADAM_BETAS = (0.8, 0.98)", "ADAM_BETAS = (0.8, 0.99)"),
     "tables' second moment 0.8 -> 0.9": ("betas=(0.0, 0.8)", "betas=(0.0, 0.9)"),
     "all kinds of tables decay": ('!= "sparse":  # constant LR', '!= "":  # constant LR'),
+}
+EDITS |= {
+    f"{who} 1.4 times as fast": (
+        "SCALE if p.ndim == 3 else 1)",
+        f'SCALE if p.ndim == 3 else 1.4 if "{key}" in name else 1)',
+    )
+    for who, key in (("MLPs learn", "mlp"), ("attention learns", "attn"), ("output matrices learn", "c_proj"))
 }
 
 
