@@ -187,7 +187,7 @@ class Description(NamedTuple):
     """The description column."""
 
     subject: str  # of the commit; may end in DIFFERS
-    seed: int | None = None  # None: SEED
+    seed: int = SEED  # written unless it is the default
     test_bpb: float | None = None
     reason: str = ""  # why it crashed
 
@@ -196,10 +196,10 @@ class Description(NamedTuple):
         pattern = r"(.*?)(?:, seed (\d+))?(?:, test (\d+\.\d{6}))?"
         pattern += r" ?(?:\[([^[]*)\])?" if row["status"] == "crash" else "()"
         subject, seed, test, reason = re.fullmatch(pattern, row["description"]).groups()
-        return cls(subject, seed and int(seed), test and float(test), reason or "")
+        return cls(subject, int(seed or SEED), test and float(test), reason or "")
 
     def __str__(self) -> str:
-        text = self.subject if self.seed is None else f"{self.subject}, seed {self.seed}"
+        text = self.subject if self.seed == SEED else f"{self.subject}, seed {self.seed}"
         text += "" if self.test_bpb is None else f", test {self.test_bpb:.6f}"
         return f"{text} [{self.reason}]" if self.reason else text
 
@@ -243,7 +243,7 @@ def log_result(
     if reason:
         reason = reason.replace("[", "(").replace("]", ")")
         val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
-    text = str(Description(description, None, test_bpb, reason))
+    text = str(Description(description, test_bpb=test_bpb, reason=reason))
     commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
 
     def judge() -> str:
@@ -309,7 +309,7 @@ def night_record() -> dict:
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 
 
-def git_head(seed: int | None = None) -> tuple[str, str]:
+def git_head(seed: int = SEED) -> tuple[str, str]:
     """HEAD's short hash and the description of its run (under night: as of its start); 0000000 and "" without git."""
     record = night_record()
     if "commit" in record:
@@ -505,7 +505,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     refusal = f"not logged: {by_hand} set by hand" if by_hand and not night_record().get("log") else ""
-    commit, description = git_head(None if args.seed == SEED else args.seed)  # now: HEAD may move during the run
+    commit, description = git_head(args.seed)  # now: HEAD may move during the run
     setting = budget_name(args.seconds, args.tokens, args.gpu)
     label = gpu_name(setting) + setting
     row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))

@@ -57,14 +57,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         return own.add_argument
 
     add = command(run, budget, limit, help="run one experiment here; it gets a row however it ends")
-    add("--seed", type=int)
+    add("--seed", type=int, default=harness.SEED)
     command(print_reference, budget, help="print the commit that the next experiment starts from")
     add = command(keep, budget, help="set the status of a commit's last row to keep")
     add("revision", metavar="COMMIT")
     add("--discard", action="store_true", help="set all its rows to discard instead")
     add = command(wave, many, again, help="train each git revision's train.py on a GPU of its own, all at once")
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
-    add("--seeds", type=integers, metavar="N,N,...", help="train each revision once with each of these seeds")
+    text = "train each revision once with each of these seeds"
+    add("--seeds", type=integers, default=[harness.SEED], metavar="N,N,...", help=text)
     add = command(tune, many, help="search train.py's constants, alongside an agent or as its control")
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--runs", type=positive, default=30, metavar="N", help="trials in the study, earlier ones included (30)")

@@ -88,7 +88,7 @@ def loop(args: argparse.Namespace) -> None:
     night = Loop(args, start_ray(args))
     (base,) = revisions([reference(night.kind)])
     begins = not night.kind.rows()
-    seeds = [None, 1, 2] if begins else [None]  # a night begins by measuring its noise
+    seeds = [harness.SEED, 1, 2] if begins else [harness.SEED]  # a night begins by measuring its noise
     try:
         while begins and night.may_ask():  # agents think while the reference trains
             night.ask()
@@ -103,7 +103,7 @@ def loop(args: argparse.Namespace) -> None:
         night.ray.shutdown()
         shutil.rmtree(args.folder or "", ignore_errors=True)  # execv calls no exit handlers
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
-        command = [sys.executable, "-m", "night", "report", *train_options(args, None), *options]
+        command = [sys.executable, "-m", "night", "report", *train_options(args), *options]
         os.execv(sys.executable, command)  # the same process: whoever ends the loop ends the report
 
 

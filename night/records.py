@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import harness
 import prepare
-from harness import Description
-from night.rows import ROOT, Label, name_of
+from night.rows import ROOT, Label, name_of, seed_of
 
 RUNS = ROOT / "runs"
 QUIET = 120  # seconds without a change after which a run that has no summary counts as killed
@@ -29,11 +28,11 @@ class Point(NamedTuple):
     lr: float
 
 
-def folder_name(commit: str, seed: int | None, setting: str) -> str:
+def folder_name(commit: str, seed: int, setting: str) -> str:
     """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. setting: from harness.budget_name."""
     gpu, budget = re.fullmatch(r"(?: as (\w+))?(?:, (.+))?", setting).groups()
     budget = re.sub(" (M|s).*", r"\1", budget or f"{prepare.TIME_BUDGET} s")
-    return "-".join(filter(None, [commit, str(harness.SEED if seed is None else seed), gpu, budget]))
+    return "-".join(filter(None, [commit, str(seed), gpu, budget]))
 
 
 def new_folder(name: str) -> Path:
@@ -54,7 +53,7 @@ def end_record(folder: Path, reason: str) -> None:
 
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
-    name = folder_name(row["commit"], Description.parse(row).seed, Label.parse(row["gpu"]).setting)
+    name = folder_name(row["commit"], seed_of(row), Label.parse(row["gpu"]).setting)
     commit, description = name_of(row)
     run = dict(commit=commit, description=description, dataset=row["dataset"])
 

@@ -94,8 +94,7 @@ def arm(row: dict) -> str:
 
 
 def seed_of(row: dict) -> int:
-    seed = Description.parse(row).seed
-    return harness.SEED if seed is None else seed
+    return Description.parse(row).seed
 
 
 def one_seed(rows: list[dict]) -> list[dict]:
@@ -263,7 +262,7 @@ def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
     rows of those that beat it move to the end of the log, as `keep`."""
 
     def beats_base(row: dict) -> bool:
-        like_base = row["gpu"] == base["gpu"] and Description.parse(row).seed == Description.parse(base).seed
+        like_base = row["gpu"] == base["gpu"] and seed_of(row) == seed_of(base)
         return like_base and row["val_bpb"] < base["val_bpb"] and bool(good([row], row["commit"]))
 
     with edit_log() as lines:

@@ -164,6 +164,7 @@ def why(code: int, output: str) -> str:
     return {0: "no row", -signal.SIGKILL: "killed"}.get(code, f"exit status {code}")
 
 
-def train_options(args: argparse.Namespace, seed: int | None) -> list[str]:
-    given = {"seconds": args.seconds, "tokens": args.tokens, "gpu": args.gpu, "seed": seed}
+def train_options(args: argparse.Namespace, seed: int = harness.SEED) -> list[str]:
+    given = {"seconds": args.seconds, "tokens": args.tokens, "gpu": args.gpu}
+    given["seed"] = None if seed == harness.SEED else seed
     return [f"--{name}={value}" for name, value in given.items() if value is not None]

@@ -19,7 +19,7 @@ import harness
 from harness import Description
 from night.commits import commit_train, read_train
 from night.records import RUNS, budget, curve
-from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions
+from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions, seed_of
 from night.wave import Trainer, decide, run_of, settled, start_ray, table
 from prepare import PrepareError
 
@@ -287,7 +287,7 @@ class Tuner(Trainer):
 
     def show_best(self) -> None:
         commits = {found.get("commit") for found in self.begun()} | {self.base}
-        rows = [row for row in self.kind.rows() if row["commit"] in commits and Description.parse(row).seed is None]
+        rows = [row for row in self.kind.rows() if row["commit"] in commits and seed_of(row) == harness.SEED]
         rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
         best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
         best += [row for row in rows.values() if row["commit"] == self.base and row not in best]

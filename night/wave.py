@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
     commit: str
     description: str
-    seed: int | None
+    seed: int
 
 
 def wave(args: argparse.Namespace) -> None:
@@ -72,11 +72,11 @@ def wave(args: argparse.Namespace) -> None:
     (base,) = revisions([reference(trainer.kind)])
     for doubt in doubts([commit for commit, _ in ideas]):
         print(doubt)
-    runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds or [None]]
+    runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds]
     print(f"\n{table(trainer.train(runs, base), base[0])}")
 
 
-def run_of(commit: str, subject: str, seed: int | None = None) -> Run:
+def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
     return Run(commit, harness.clean(Description(subject, seed)), seed)
 
 
@@ -306,7 +306,7 @@ def log_row(
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
     line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
-    own["description"] = str(Description(run.description, None, test_bpb, reason))  # as it is in the log
+    own["description"] = str(Description(run.description, test_bpb=test_bpb, reason=reason))  # as it is in the log
     return own | {"status": status}, "\n    ".join([line, *tail] if reason else [line])
 
 

@@ -119,7 +119,7 @@ def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
     for name, seconds in (("base", 40.0), ("deep", 60.0), ("more", 62.0), ("unknown", None)):
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         lines.append(f"{commit}\t1.200000\t1.0\tkeep\t{name}\tH200 as T4, 62.4 M tokens\tcorpus\t62.4")
-        folder = records.new_folder(folder_name(commit, None, " as T4, 62.4 M tokens"))
+        folder = records.new_folder(folder_name(commit, 42, " as T4, 62.4 M tokens"))
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
     rows = harness.read_results()
@@ -140,7 +140,7 @@ def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_pa
 @pytest.mark.parametrize(
     ("seed", "setting", "name", "budget"),
     [
-        (None, "", "abc-42-300s", ("seconds", 300)),
+        (42, "", "abc-42-300s", ("seconds", 300)),
         (0, ", 60 s", "abc-0-60s", ("seconds", 60)),
         (1, " as T4, 62.4 M tokens", "abc-1-T4-62.4M", ("tokens", 62.4e6)),
         (1, " as T4", "abc-1-T4-300s", ("seconds", 300)),
@@ -152,7 +152,7 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, setting, name, budget
     assert folder_name("abc", seed, setting) == name
     first, second = (records.new_folder(name) for _ in range(2))
     assert records.budget(first) == records.budget(second) == budget and second.name == name + ".2"
-    text = "idea" if seed is None else f"idea, seed {seed}"
+    text = "idea" if seed == 42 else f"idea, seed {seed}"
     row = dict(commit="abc", description=text, status="keep", gpu=f"cpu{setting}", dataset="d")
     (records.RUNS / f"{name}.bak").mkdir()
     dirty = records.new_folder(name)

@@ -25,7 +25,7 @@ from harness import Description
 from night import rows
 from night.__main__ import main, parse
 from night.plot import plot
-from night.rows import Kind, Label, reference
+from night.rows import Kind, Label, name_of, reference
 
 PROGRAM = (ROOT / "program.md").read_text("utf-8")
 HEADER = "\t".join(harness.COLUMNS) + "\n"
@@ -660,11 +660,13 @@ def test_gpu_column_and_description_are_read_as_they_are_written():
     for status, text, *parts in (
         ("keep", "wide (train.py differs), seed 7, test 1.234567", "wide (train.py differs)", 7, 1.234567, ""),
         ("crash", "idea [2], seed 0 [NaN (1) at step 5]", "idea [2]", 0, None, "NaN (1) at step 5"),
-        ("discard", "idea [2]", "idea [2]", None, None, ""),
-        ("crash", "", "", None, None, ""),
+        ("discard", "idea [2]", "idea [2]", 42, None, ""),
+        ("crash", "", "", 42, None, ""),
     ):
         row = dict(status=status, description=text)
         assert [*Description.parse(row)] == parts and str(Description(*parts)) == text
+    row = dict(commit="c", status="keep", description="idea, seed 42, test 1.234567")
+    assert name_of(row) == ("c", "idea"), "the default seed is the same run, given or not"
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
