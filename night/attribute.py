@@ -78,7 +78,7 @@ def judge(
 ) -> None:
     """Least squares over all runs, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real
     change must also help on test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems
-    to help val."""
+    to help val, or the runs cannot tell its effect from those of others, after crashes or if changes go together."""
     from scipy import stats
 
     fine = ~np.isnan(scores[:, 0])
@@ -87,20 +87,22 @@ def judge(
             change.verdict = "needed"
     tested = [i for i, change in enumerate(changes) if change.verdict != "needed"]
     design = np.column_stack([left_out[fine][:, tested], seeds[fine, None] == np.unique(seeds[fine])]).astype(float)
-    effects, _, rank, _ = np.linalg.lstsq(design, scores[fine], rcond=None)
+    inverse = np.linalg.pinv(design)
+    effects, known = inverse @ scores[fine], np.diag(inverse @ design)  # known: 1 if the runs determine the effect
     squares = ((scores[fine] - design @ effects)[:, 0] ** 2).sum() + sd**2 * freedom
-    freedom += len(design) - rank
+    freedom += len(design) - round(known.sum())
     if not freedom or not tested:
         found = f"{fine.sum()} of {len(fine)} runs succeeded"
         raise PrepareError(f"{found}, too few for {len(changes)} changes: see their rows")
-    errors = np.sqrt(squares / freedom * np.diag(np.linalg.pinv(design.T @ design)))[: len(tested)]
-    effects = effects[: len(tested)]
-    chances = [stats.t.sf(sign * effects[:, 0] / errors, freedom) for sign in (1, -1)]
-    real, harmful = (stats.false_discovery_control(np.clip(p, 1e-300, 1)) < LEVEL for p in chances)
-    for i, (val, test), error, helps, harms in zip(tested, effects, errors, real, harmful, strict=True):
+    errors = np.sqrt(squares / freedom * (inverse**2).sum(1))
+    judged = np.flatnonzero(np.isclose(known[: len(tested)], 1))
+    chances = [stats.t.sf(sign * effects[judged, 0] / errors[judged], freedom) for sign in (1, -1)]
+    real, harmful = (stats.false_discovery_control(p) < LEVEL for p in chances)
+    for i, helps, harms in zip(judged, real, harmful, strict=True):
+        change, (val, test) = changes[tested[i]], effects[i]
+        change.val, change.test, change.error = val, test, errors[i]
         verdict = "harmful" if harms else "open" if val > 0 else "no evidence"
-        changes[i].val, changes[i].test, changes[i].error = val, test, error
-        changes[i].verdict = "real" if helps and test > 0 else verdict
+        change.verdict = "real" if helps and test > 0 else verdict
 
 
 def attribute(kept: list[dict], trainer: Trainer) -> str:
@@ -191,14 +193,15 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
         pruned = without(files, dropped)
         commits = full, build(files, dropped, full, ref)
         found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
-        costs = found[1::2, 0] - found[::2, 0]  # NaN: a run crashed
-        worse = math.inf if np.isnan(costs).all() else np.nanmean(costs)
+        costs, crashed = found[1::2, 0] - found[::2, 0], np.isnan(found[:, 0])
+        fails = crashed[1::2].sum() > crashed[::2].sum() or np.isnan(costs).all()
+        worse = math.inf if fails else np.nanmean(costs)
         numbers = f"({worse:+.4f}, margin {margin:.4f})"
         if worse <= margin:
             size = files[-1].count(b"\n") - pruned.count(b"\n")
             shorter = f"{size} lines shorter" if size > 0 else "no shorter"
-            text += f"; without {len(dropped)} of them the file is {shorter} and scores the same {numbers}"
+            text += f"; without {len(dropped)} of them the file is {shorter} and no worse {numbers}"
             return f"{text}. It is the branch {ref}."
         git("update-ref", "-d", f"refs/heads/{ref}")  # even if it is checked out somewhere
-        text += f". Without {len(dropped)} of them it is worse {numbers}"
+        text += f". Without {len(dropped)} of them it {'crashes' if fails else f'is worse {numbers}'}"
     return f"{text}. Nothing is pruned."

@@ -57,12 +57,16 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
 
 
 def group(files: list[bytes], i: int) -> set[int]:
-    """Change i and the later changes that must go with it: preferably none, else one, else all up to some j."""
-    later = range(i + 1, len(files))
-    for dropped in [{i}, *({i, j} for j in later), *(set(range(i, j + 1)) for j in later)]:
+    """Change i and the later changes that must go with it: all up to the first with which it can, but those that may
+    stay."""
+    for end in range(i + 1, len(files) + 1):
+        dropped = {*range(i, end)}
         if without(files, dropped) is not None:
-            return dropped
-    return {i, *later}
+            break
+    for other in sorted(dropped - {i}):
+        if without(files, dropped - {other}) is not None:
+            dropped -= {other}
+    return dropped
 
 
 def doubts(commits: list[str]) -> list[str]:

@@ -10,11 +10,9 @@ from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arms, experiments, good, in_history, num_kept, scores
+from night.rows import Label, arms, experiments, good, in_history, num_kept, scores, seed_of
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
-
-UNSURE = "may be chance: its 95% confidence interval reaches below 0. More seeds narrow it (--seeds)."
 
 
 def report(args: argparse.Namespace) -> None:
@@ -28,7 +26,7 @@ def report(args: argparse.Namespace) -> None:
         raise PrepareError(f"no experiment on {kind.dataset} with this GPU and budget: there is nothing to report")
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
-    kept = [row for row in rows if row["status"] == "keep"]
+    kept = in_history([row for row in rows if row["status"] == "keep"])
     crashed = sum(row["status"] == "crash" for row in rows)
     title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {num_kept(rows)} commits kept, {crashed} crashed."
     pictures = "![](progress.png)"
@@ -36,7 +34,7 @@ def report(args: argparse.Namespace) -> None:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())
         pictures += "\n\n![](arms.png)"
     print(title)
-    kept, parts = in_history(kept), [title]
+    parts = [title]
 
     def write(text: str) -> None:
         """Appends to the report, so that a part is safe before the next one is begun."""
@@ -50,7 +48,7 @@ def report(args: argparse.Namespace) -> None:
         trainer = Trainer(args, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
-        write(gains(kept[0], kept[-1], trainer.train(runs)))
+        write(gains(kept[0], kept[-1], rows, trainer.train(runs)))
         if args.attribute:
             write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer)}")
     plot()
@@ -62,38 +60,49 @@ def best_of(arm: str, rows: list[dict]) -> str:
     return f"- Best of {len(rows)} by {arm}: {name}."
 
 
-def gains(first: dict, last: dict, rows: list[dict]) -> str:
-    """Markdown: the gain of the last kept row over the first, as logged and by the report's rows, and what was luck."""
-    logged = first["val_bpb"] - last["val_bpb"]
-    ends = ("{commit}, {description}.".format(**row) for row in (first, last))
+def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
+    """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows, and
+    what was luck."""
     lines = [
-        "First kept: {} Last kept: {}".format(*ends),
+        "First kept: {commit}, {description}. ".format(**first) + "Last kept: {commit}, {description}.".format(**last),
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",
-        f"| val, as logged | {first['val_bpb']:.4f} | {last['val_bpb']:.4f} | {logged:.4f} | |",
     ]
+
+    def by_seed(rows: list[dict], split: str = "val") -> list[dict[int, float]]:
+        return [scores(good(rows, row["commit"]), split) for row in (first, last)]
+
+    before, after = by_seed(night)
+    logged = None  # if no seed trained both
+    if pairs := [(before[seed], after[seed]) for seed in before if seed in after]:
+        before, after = map(statistics.mean, zip(*pairs, strict=True))
+        logged = before - after
+        lines.append(f"| val, as logged | {before:.4f} | {after:.4f} | {logged:.4f} | |")
     found = {}
     for split in ("val", "test"):
-        before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
+        before, after = by_seed(rows, split)
         if min(len(before), len(after)) >= 2:
-            gain, error, stands = found[split] = difference(before, after)
+            gain, error, *_ = found[split] = difference(before, after)
             seeds = len(before) if len(before) == len(after) else f"{len(before)} and {len(after)}"
             means = " | ".join(f"{statistics.mean(group.values()):.4f}" for group in (before, after))
-            lines.append(f"| {split}, mean of {seeds} seeds | {means} | {gain:.4f} | {error:.4f} |")
+            lines.append(f"| {split}, mean of {seeds} new seeds | {means} | {gain:.4f} | {error:.4f} |")
     if not found:
         raise PrepareError("fewer than two runs of a revision succeeded: see their rows; --again repeats them")
-    gain, error, _ = found["val"]
-    luck = min(logged, logged - gain)
-    lines += ["", f"The night's gain {'holds up.' if stands else UNSURE}"]
-    lines.append(f"On new seeds the gain is {gain:.4f} +- {error:.4f}; as logged it was {logged:.4f}.")
-    if luck > error:
-        lines.append(f"The rest, {luck:.4f}, was luck.")
-    if "test" in found:
-        lines.append("On text that no experiment has seen it is {:.4f} +- {:.4f}.".format(*found["test"]))
+    *_, (split, (_, _, low, high)) = found.items()
+    unseen = ", which no experiment has seen," * (split == "test")
+    unsure = "it may be chance. More seeds narrow it (--seeds)." if high > 0 else "it is a loss."
+    verdict = "it holds up." if low > 0 else unsure
+    lines += ["", f"On {split}{unseen} the gain's 95% confidence interval is {low:.4f} to {high:.4f}: {verdict}"]
+    gain, error, *_ = found["val"]
+    if logged is not None and (luck := min(logged, logged - gain)) > error:
+        lines.append(f"Of the gain as logged, {luck:.4f} was luck.")
     lines.append("The errors only cover seeds: another text would change the gains, too.")
     for row in (first, last):
-        tokens = statistics.mean(run["tokens_M"] for run in good(rows, row["commit"]))
+        runs = good(rows, row["commit"])
+        if lost := {seed_of(run) for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
+            lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
+        tokens = statistics.mean(run["tokens_M"] for run in runs)
         if tokens < 0.98 * row["tokens_M"]:
             seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
             lines.append(f"{row['commit']} saw {seen}: a busy machine?")
@@ -103,8 +112,8 @@ def gains(first: dict, last: dict, rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, bool]:
-    """The difference of the means, its standard error, and whether the 95% confidence interval is above 0.
+def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, float, float]:
+    """The difference of the means, its standard error, and the ends of its 95% confidence interval.
 
     By a paired t test if the seeds are the same; otherwise, since a run crashed, by Welch's test.
     """
@@ -115,4 +124,4 @@ def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float
     else:
         test = stats.ttest_ind(list(before.values()), list(after.values()), equal_var=False)
     low, high = test.confidence_interval(0.95)
-    return (low + high) / 2, (high - low) / 2 / stats.t.ppf(0.975, test.df), low > 0
+    return (low + high) / 2, (high - low) / 2 / stats.t.ppf(0.975, test.df), low, high

@@ -104,6 +104,16 @@ def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_j
         decide([Change("a", 1)], lambda plan, seeds, _: (plan, seeds, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 
+def test_effects_that_the_runs_cannot_tell_apart_are_not_called_real():
+    """Half of the first round's runs crash: in the others, some pairs of changes are only left out together."""
+    truth, rng, verdicts = np.array([0.0] + [5.0] * 3 + [0.0] * 6), np.random.default_rng(3), Counter()
+    for _ in range(60):
+        changes, _ = judged(truth, 1.0, rng, needed=0)
+        verdicts.update((effect > 0, change.verdict) for effect, change in zip(truth, changes, strict=True))
+    assert verdicts[True, "real"] == 60 * 3 and verdicts[False, "needed"] == 60
+    assert verdicts[False, "real"] <= 0.1 * 60 * 3 and verdicts[False, "harmful"] <= 0.1 * 60
+
+
 def test_what_helps_on_val_alone_is_not_real():
     def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         noise = np.random.default_rng(first).normal(0, 1e-4, (len(plan), 2))
@@ -187,6 +197,8 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     assert commits.without(files, {1, 3}) == b"a = 1\n\nb = 2\n\nif c:\n    c = 4\n"
     assert commits.without(files, {2, 5}) == b"a = 3\n\nb = 1\n\nif c:\n    c = 1\n"
     assert commits.without(files, {1}) is None
+    tuned = [b"a = %d\n\nb = 1\n\nc = %d\n" % pair for pair in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1), (4, 2)]]
+    assert [commits.group(tuned, i) for i in range(1, 6)] == [{1, 3, 4}, {2, 5}, {3, 4}, {4}, {5}]
     lines = b"def f():\n    n = 1\n    a = 1\n    b = 1\n    c = 1\n"
     files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
     assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
@@ -202,17 +214,26 @@ def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(shell)
     assert shell("git rev-parse night") == last
 
 
-def test_a_pruned_file_that_is_worse_leaves_no_branch_also_if_somebody_looks_at_it(shell):
+@pytest.mark.parametrize(
+    ("pruned", "verdict"),
+    [
+        ([1.3] * 3, "is worse (+0.1000, margin 0.0000)"),
+        ([1.2, math.nan, math.nan], "crashes"),
+        ([math.nan] * 3, "crashes"),
+    ],
+)
+def test_a_pruned_file_that_is_worse_or_crashes_leaves_no_branch_also_if_somebody_looks_at_it(shell, pruned, verdict):
     files = [b"a = 1\n", b"a = 2\n"]
 
     def score(runs: list) -> np.ndarray:
         shell("git worktree add -q elsewhere night-pruned")
-        return np.array([[1.2 + 0.1 * (commit != head), math.nan] for commit, _ in runs])
+        assert [commit == head for commit, _ in runs] == [True, False] * 3
+        return np.array([[bpb, math.nan] for one in pruned for bpb in (1.2, one)])
 
     head = shell("echo a = 2 > train.py; git add train.py; git commit -q -m a; git rev-parse --short=7 HEAD")
     last = dict(commit=head, gpu="cpu", dataset="d", description="a", status="keep")
     text = prune(files, last, [Change("a", 0, verdict="no evidence")], "night-pruned", score)
-    assert text.endswith("Without 1 of them it is worse (+0.1000, margin 0.0000). Nothing is pruned.")
+    assert text.endswith(f"Without 1 of them it {verdict}. Nothing is pruned.")
     assert shell("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
 
 
@@ -245,7 +266,7 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert "Of 5 kept changes 3 are real, 1 shows nothing, 1 does harm; without 2 of them the file is 2 lines" in output
     report = (clone.folder / "report.md").read_text()
-    assert "On new seeds the gain is " in report and "\n## Which of the kept changes are real?\n" in report
+    assert "the gain's 95% confidence interval" in report and "\n## Which of the kept changes are real?\n" in report
     branch = clone.run("git branch --show-current").strip()
     pruned = clone.run(f"git show {branch}-pruned:train.py")
     assert pruned == text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import http_faults
@@ -315,7 +316,10 @@ def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_
     with FaultyServer(served, rate=3e6) as server:
         environment = os.environ | {"AUTORESEARCH_CACHE": str(cache), "HF_ENDPOINT": server.url}
         victim = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        while victim.poll() is None and not list(cache.rglob(begins)):
+        found = []
+        while victim.poll() is None and not found:
+            with suppress(FileNotFoundError):  # a folder that goes while it is searched
+                found = list(cache.rglob(begins))
             time.sleep(0.005)
         time.sleep(moment)
         victim.kill()

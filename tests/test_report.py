@@ -111,12 +111,12 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(c
     kept = [row for row in rows if row["status"] == "keep"]
     output = clone.finish(clone.report())
     assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} commits kept, 9 crashed." in output
-    assert "The night's gain may be chance" in output
+    assert "it may be chance. More" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
     text = (clone.folder / "report.md").read_text("utf-8")
-    assert numbers(text) == table and "may be chance" in text and "![](progress.png)" in text
+    assert numbers(text) == table and "it may be chance" in text and "![](progress.png)" in text
     assert (clone.folder / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert clone.run("git status --porcelain") == ""
 
@@ -144,7 +144,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert f"First kept: {first}, {subject[first]}. Last kept: {last}, {subject[last]}." in output
     table = numbers(output)
     assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
-    assert "The night's gain holds up." in output
+    assert "it holds up." in output
     assert output.count(" saw 1.3 M tokens here, 1.5 M as logged") == 2
 
     log = clone.results.read_bytes()
@@ -164,7 +164,7 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(clone, monke
     output = clone.finish(clone.report("--seeds=2", "--attribute"), code=1)
     assert "0 of 16 runs succeeded, too few" in output
     assert "\n16 runs, 0 more " in output, "different ones, although some changes can only be left out together"
-    assert "On new seeds the gain is " in (clone.folder / "report.md").read_text()
+    assert "the gain's 95% confidence interval" in (clone.folder / "report.md").read_text()
 
 
 def test_runs_without_a_test_score_are_repeated(clone, monkeypatch, tmp_path):
@@ -194,8 +194,8 @@ def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, li
     assert (code == 0) == bool(re.search(f"^{line}$", (clone.folder / "report.md").read_text(), re.M))
 
 
-FIRST = dict(commit="a", val_bpb=1.210, tokens_M=9.0, description="baseline")
-LAST = dict(commit="b", val_bpb=1.200, tokens_M=9.0, description="wider, seed 7")
+FIRST = dict(commit="a", val_bpb=1.210, status="keep", tokens_M=9.0, description="baseline, seed 7")
+LAST = dict(commit="b", val_bpb=1.200, status="keep", tokens_M=9.0, description="wider, seed 7")
 
 
 def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: float = 9.0) -> list[dict]:
@@ -215,6 +215,10 @@ def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M:
     return rows
 
 
+def told(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: float = 9.0) -> str:
+    return gains(FIRST, LAST, [FIRST, LAST], rows_of(val, test, tokens_M))
+
+
 # Student's t for 95%, by a table: 4.303, 2.776, 2.228 and 2.201 of 2, 4, 10 and 11 degrees of freedom
 @pytest.mark.parametrize(
     ("differences", "error", "t"), [([5, 6, 7], 1 / 3**0.5, 4.303), ([4, 5, 6, 7, 8], 0.5**0.5, 2.776)]
@@ -225,52 +229,71 @@ def test_a_gain_is_that_of_pairs_and_stands_beyond_chance(differences, error, t)
         gains_ = [(d - statistics.mean(differences) + mean) / 1000 for d in differences]
         before = {i: 1.2 + spread[i] for i in range(len(spread))}
         after = {i: before[i] - gains_[i] for i in reversed(before)}
-        assert difference(before, after) == (pytest.approx(mean / 1000), pytest.approx(error / 1000), stands)
+        gain, sd, low, high = difference(before, after)
+        assert (gain, sd, (low + high) / 2) == pytest.approx((mean / 1000, error / 1000, mean / 1000))
+        assert (low > 0) == stands
 
 
 def test_with_unequal_numbers_of_runs_it_is_welchs_test():
     before, after = [1.20, 1.23, 1.21, 1.24], [1.195, 1.205]
     a, b = statistics.variance(before) / 4, statistics.variance(after) / 2
-    gain, error, stands = difference(dict(enumerate(before)), dict(enumerate(after)))
-    assert gain == pytest.approx(0.02) and error == pytest.approx((a + b) ** 0.5) and not stands  # t = 1.94 < 2.8
-    assert difference(dict(enumerate(before)), {0: 1.185, 1: 1.195})[2]  # t = 2.9 with 3.9 degrees of freedom
+    gain, error, low, _ = difference(dict(enumerate(before)), dict(enumerate(after)))
+    assert gain == pytest.approx(0.02) and error == pytest.approx((a + b) ** 0.5) and low < 0  # t = 1.94 < 2.8
+    assert difference(dict(enumerate(before)), {0: 1.185, 1: 1.195})[2] > 0  # t = 2.9 with 3.9 degrees of freedom
 
 
 def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds_only():
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
     test = {"a": [1.307, 1.309, 1.311], "b": [1.3055, 1.306, 1.3075]}
-    text = gains(FIRST, LAST, rows_of(val, test))
-    assert text.startswith("First kept: a, baseline. Last kept: b, wider, seed 7.\n")
+    text = told(val, test)
+    assert text.startswith("First kept: a, baseline, seed 7. Last kept: b, wider, seed 7.\n")
     assert numbers(text) == {
         "val, as": [1.21, 1.2, 0.01],
         "val, me": [1.209, 1.203, 0.006, 0.0006],
         "test, me": [1.309, 1.3063, 0.0027, 0.0006],
     }
-    assert "mean of 3 seeds" in text and "saw" not in text
-    assert "may be chance" not in text and "The rest, 0.0040, was luck" in text
+    assert "mean of 3 new seeds" in text and "saw" not in text
+    assert "is 0.0001 to 0.0053: it holds up." in text and "logged, 0.0040 was luck" in text
     test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
     val["b"] = [1.197, 1.1985, 1.2005]  # as much as logged
-    text = gains(FIRST, LAST, rows_of(val, test))
+    text = told(val, test)
     assert "may be chance" in text and "luck" not in text
     assert "another text" in text
     val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
-    assert "luck" not in gains(FIRST, LAST, rows_of(val, test))
+    assert "luck" not in told(val, test)
     val["b"] = [1.217, 1.2185, 1.2205]  # worse
-    assert "The rest, 0.0100, was luck" in gains(FIRST, LAST, rows_of(val, test))
+    assert "logged, 0.0100 was luck" in told(val, test)
+
+
+def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
+    """A wave or loop trains the baseline with several seeds, and the lucky one may end first."""
+    val = {"a": [1.207, 1.209, 1.211], "b": [1.206, 1.208, 1.2102]}
+    lucky = FIRST | {"description": "baseline", "val_bpb": 1.218}
+    both = [lucky, FIRST, LAST, FIRST | {"description": "baseline, seed 1", "val_bpb": 1.21}]
+    both.append(LAST | {"description": "wider, seed 1", "val_bpb": 1.208})
+    text = gains(lucky, LAST, both, rows_of(val, val))
+    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006] and "logged, 0.0051 was luck" in text
+    text = gains(lucky, LAST, [lucky, LAST], rows_of(val, val))
+    assert "logged" not in text and "val, mean of 3 new seeds" in text
+    worse = val | {"b": [1.307, 1.309, 1.3112]}
+    assert "it is a loss." in told(worse, worse)
 
 
 def test_many_seeds_and_crashes_among_them():
     val = {"a": [1.21 + i / 1000 for i in range(12)], "b": [1.20 + i / 1000 for i in range(11)] + [0.0]}
-    text = gains(FIRST, LAST, rows_of(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val}))
-    assert "| val, mean of 12 and 11 seeds | 1.2155 | 1.2050 | 0.0105 |" in text
+    text = told(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val})
+    assert "| val, mean of 12 and 11 new seeds | 1.2155 | 1.2050 | 0.0105 |" in text
+    assert (
+        text.count("crashed") == text.count("b crashed with 1 of the seeds: the numbers are those of the others.") == 1
+    )
     with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision succeeded"):
-        gains(FIRST, LAST, rows_of({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]}))
+        told({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]})
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(8.81, 2), (8.83, 0)])
 def test_a_report_says_if_its_runs_saw_fewer_tokens(tokens, said):
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
-    assert gains(FIRST, LAST, rows_of(val, val, tokens)).count("saw 8.8 M tokens here, 9.0 M as logged") == said
+    assert told(val, val, tokens).count("saw 8.8 M tokens here, 9.0 M as logged") == said
 
 
 @pytest.mark.parametrize(("before", "after", "said"), [([60.0], [72.0], 1), ([60.0], [66.0], 0), ([], [66.0], 0)])
@@ -278,7 +301,7 @@ def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said,
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     seconds = {FIRST["commit"]: before, LAST["commit"]: after}
     monkeypatch.setattr("night.report.run_seconds", lambda rows: seconds[rows[0]["commit"]])
-    text = gains(FIRST, LAST, rows_of(val, val))
+    text = told(val, val)
     assert text.count("It takes 1.20 times as long") == text.count("times as long") == said
 
 
@@ -287,6 +310,6 @@ def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
     rows = harness.read_results()
     assert len(experiments()) == 133 and len(rows) == 139
     kept = [row for row in experiments() if row["status"] == "keep"]
-    text = gains(kept[0], kept[-1], [row for row in rows if Label.parse(row["gpu"]).report])
-    assert "| val, mean of 3 seeds | 1.2081 | 1.1954 | 0.0127 |" in text
-    assert "| test, mean of 3 seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "luck" not in text
+    text = gains(kept[0], kept[-1], kept, [row for row in rows if Label.parse(row["gpu"]).report])
+    assert "| val, mean of 3 new seeds | 1.2081 | 1.1954 | 0.0127 |" in text
+    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "luck" not in text

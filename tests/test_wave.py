@@ -390,7 +390,7 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     report = (clone.folder / "report.md").read_text()
     baseline, *_ = rows = clone.rows()
     assert f"First kept: {baseline['commit']}, baseline. Last kept: {winner.strip()}, all-winners." in report
-    assert "| test, mean of 3 seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
+    assert "| test, mean of 3 new seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
     assert len(rows) == 1 + 3 + 6 + 2 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
     assert clone.run("git status --porcelain") == ""
 
