@@ -94,7 +94,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--md", action="store_true", help="Markdown even on a terminal")
     add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
-    command(page, help="write the whole night to night.html, which works offline")
+    command(page, budget, help="write the whole night to night.html, which works offline")
     command(watch, help="show this clone's active runs until all end")
     add = command(clean, help="list what discarded and killed runs have left behind")
     add("--yes", action="store_true", help="delete it")

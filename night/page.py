@@ -1,5 +1,6 @@
 """The night as one web page, night.html: chart, ideas, curves and report. It needs no server and no network."""
 
+import argparse
 import html
 import json
 import statistics
@@ -15,11 +16,11 @@ from night.show import gain, last_place
 DIFF_LINES, HOVER_LINES = 400, 12  # lines of a diff in the table, and in a tooltip
 
 
-def page(_=None) -> None:
-    """Writes night.html about the GPU and dataset of the last five-minute run, or else of the last run."""
+def page(args: argparse.Namespace) -> None:
+    """Writes night.html about the GPU and dataset of the last run with that budget, or else of the last run."""
     from plotly.offline import get_plotlyjs
 
-    rows = last_place()
+    rows = last_place(args.setting)
     found, noise = ideas(rows), Noise.of(rows)
     data = {
         "title": f"{', '.join(place(rows[0]))}: {len(rows)} experiments",

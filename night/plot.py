@@ -6,7 +6,7 @@ import textwrap
 import numpy as np
 
 import harness
-from night.records import curve, record_of, run_seconds
+from night.records import curve, curve_of, record_of, run_seconds
 from night.rows import arms, baseline, commit_of, experiments, grouped, one_seed, place, seed_noise
 from prepare import PrepareError
 
@@ -50,7 +50,7 @@ def plot_arms(groups: list[list[dict]]) -> None:
         for color, (name, rows) in enumerate(arms(group).items()):
             scores = np.array([row["val_bpb"] or np.nan for row in rows])
             lowest = np.fmin.accumulate([first, *scores])[1:]
-            minutes = np.cumsum([sum(run_seconds([row], "total_seconds")) for row in rows]) / 60
+            minutes = np.cumsum([sum(run_seconds([row], "total_seconds") or trained(row)) for row in rows]) / 60
             for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
                 ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
                 ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
@@ -63,6 +63,11 @@ def plot_arms(groups: list[list[dict]]) -> None:
         left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
         right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     save(figure, "arms.png")
+
+
+def trained(row: dict) -> list[float]:
+    """[seconds that the last run of a row trained], [] without a record."""
+    return [point.seconds for point in curve_of(row)[-1:]]
 
 
 def worst(first: float, scores: np.ndarray) -> float:
@@ -79,14 +84,15 @@ def draw(ax, rows: list[dict]) -> int:
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status, main = np.array([row["status"] for row in rows]), one_seed(rows)
     own, scores = np.array([row in main for row in rows]), y[status != "crash"]
-    first, best, low = baseline(main)["val_bpb"], y[own & (status != "crash")].min(), scores.min()
+    kept = (status == "keep") & own
+    first, low = baseline(main)["val_bpb"], scores.min()
+    best = y[kept if kept.any() else own & (status != "crash")].min()
     top = worst(first, scores)
     margin = max(0.1 * (top - low), 0.003 * low)
     y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
-    kept = (status == "keep") & own
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
@@ -118,9 +124,9 @@ def tables(numbers: np.ndarray, rows: list[dict]) -> list[str]:
             before = row["val_bpb"]
         elif row["status"] == "discard" and before:
             missed.append((gain, line))
-    lines = ["  no.  val_bpb     gain  kept", *kept]
+    lines = ["  no.  val_bpb     gain  kept (gain: over the row above)", *kept]
     if missed:
-        lines += ["", "  no.  val_bpb     gain  near misses"]
+        lines += ["", "  no.  val_bpb     gain  near misses (gain: over the one kept before)"]
         lines += [line for _, line in sorted(missed, reverse=True)[:10]]
     return lines
 

@@ -954,6 +954,12 @@ SECTIONS = [
         ("statistics.mode([seed_of", "min([seed_of"),
         ('(row["status"] != "keep", row["status"] == "crash")', 'row["val_bpb"]'),
     ]),
+    ("The picture", "night/plot.py", ["test_night.py", "-k", "baseline"], [
+        ("y[kept if kept.any() else", "y["),
+    ]),
+    ("The arms", "night/plot.py", ["test_tune.py", "-k", "arms"], [
+        ('"total_seconds") or trained(row))', '"total_seconds"))'),
+    ]),
     ("One seed", "night/rows.py", ["test_tune.py", "-k", "arms"], [
         (' if row["commit"] != first]', "]"),
         ('if row["val_bpb"]] or [harness.SEED]', "]"),

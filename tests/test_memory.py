@@ -308,7 +308,7 @@ def test_the_page_shows_text_as_text_and_lists_every_idea(tmp_path, monkeypatch,
     for i, text in enumerate(["base", hostile, "dead"]):
         row = dict(val_bpb=1.3 - i / 100, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07x}", description=text)
         harness.log_result(**row, reason="killed" * (text == "dead"))
-    page.page()
+    page.page(SimpleNamespace(setting=""))
     text = (tmp_path / "night.html").read_text("utf-8")
     assert capsys.readouterr().out == f"{tmp_path / 'night.html'}\n"
     assert "<img" not in text.replace("<img>", "") and "src=http" not in text

@@ -228,7 +228,9 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
         harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), commit=commit, **row)
         if "seed" not in text:
             records.RUNS.mkdir(exist_ok=True)
-            (records.new_folder(f"{commit}-42-300s") / "summary.json").write_text(json.dumps({"total_seconds": 60 * i}))
+            folder = records.new_folder(f"{commit}-42-300s")
+            (folder / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n1\t{30 * i}\t1\t9\t0\n")
+            (folder / "summary.json").write_text(json.dumps({"total_seconds": 60 * i} if bpb else {"reason": "NaN"}))
     found = arms(harness.read_results())
     assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert not arms([row for row in harness.read_results() if row["status"] == "crash"])
@@ -239,7 +241,7 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]
     left, right = figures[-1].axes
     drawn = [[[*line.get_xdata()] for line in ax.lines] for ax in (left, right)]
-    assert drawn == [[[1, 2], [1], [1, 2]], [[2, 6], [3], [5, 11]]]
+    assert drawn == [[[1, 2], [1], [1, 2]], [[2, 6], [3], [2.5, 8.5]]], "a crash took what it trained"
     assert [[*line.get_ydata()] for line in left.lines] == [[1.2, 1.1], [1.25], [1.3, 1.3]], "baseline: 1.3"
     assert [text.get_text() for text in right.get_legend().get_texts()][-1] == "random, 1.4000"
     low, high = (edge(left.collections[0].get_paths()[0].vertices[:, 1]) for edge in (min, max))
