@@ -48,7 +48,7 @@ class Clock:
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         if not 0 < seconds < math.inf or (tokens is not None and tokens <= 0):
-            raise PrepareError(f"the budget must be finite and above 0, not {seconds} s, {tokens} tokens")
+            raise PrepareError(f"the budget must be finite and above 0, not {seconds if tokens is None else tokens}")
         self.seconds, self.limit = seconds, tokens
         self.steps = self.tokens = 0
         self.started = self.stopped = None
@@ -475,7 +475,8 @@ def run(train: Callable, build_model: Callable) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="train as on another GPU (T4, ...) or on cpu; not logged")
     parser.add_argument("--seed", type=int, default=SEED, help=f"default: {SEED}")
     parser.add_argument("--save", action="store_true", help=f"write the weights to {WEIGHTS.name}")
-    parser.add_argument("--sample", metavar="TEXT", help="don't train: continue TEXT with the saved weights")
+    text = "don't train: continue TEXT with the saved weights; with the --gpu that trained them, if any"
+    parser.add_argument("--sample", metavar="TEXT", help=text)
     args = parser.parse_args()
     gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation

@@ -4,7 +4,8 @@ Based on karpathy/autoresearch's prepare.py, whose train.py runs on this one unc
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders; if it is
+                                           # a copy of climbmix (has shard_06542.parquet), only its own .parquet
 
 The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset, and `current`, which names the
 one prepared last. `.dataset`, next to this file, names the dataset of this clone.
@@ -519,8 +520,8 @@ def download(path: Path, repo: str) -> None:
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. With neither,
-    and no network, falls back to the one prepared last, else to `embedded`, without recording that."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
+    and arguments, uses what is ready, else `embedded`, without recording that."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
@@ -532,14 +533,15 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
-        if data or own:
+        if data or num_shards:
             raise
-        print(error)
         with suppress(PrepareError):
             if is_ready(directory := current_dataset()):
-                print(f"NO NETWORK: using {directory.name}, which was prepared last in {cache_dir()}")
+                print(f"{error}\nNO NETWORK: using {directory.name}, which is ready in {cache_dir()}")
                 return directory
-        print("NO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
+        if own:
+            raise
+        print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)
@@ -644,9 +646,8 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    parser.add_argument(
-        "--num-shards", type=int, help="number of train shards (default: enough for five minutes; for a folder: all)"
-    )
+    text = "number of train shards (default: as it is; at first enough for five minutes; for a folder: all)"
+    parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     try:

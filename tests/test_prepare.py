@@ -143,7 +143,7 @@ def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_
     assert len(prepare.TokenStream(tokenizer, "val")) > 100_000
     assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset
     again = run_prepare(cache=cache, clone=clone, **nowhere)  # what is prepared now is what the cache has
-    assert again.returncode == 0 and f"NO NETWORK: using {folder.name}, which was prepared last" in again.stdout, again
+    assert again.returncode == 0 and f"NO NETWORK: using {folder.name}, which is ready in" in again.stdout, again
     (clone / ".dataset").write_text("climbmix@12345678x1")  # it has a dataset: another one is no replacement
     assert run_prepare(cache=cache, clone=clone, **nowhere).returncode == 1
 
@@ -154,7 +154,7 @@ def test_without_network_a_new_clone_uses_the_dataset_that_the_cache_has_if_it_i
     name = (cache / "current").read_text().strip()
     run = run_prepare(cache=cache, clone=clone, HF_ENDPOINT="http://127.0.0.1:9")
     assert run.returncode == 0 and "ready: corpus-" in run.stdout, run
-    assert f"NO NETWORK: using {name}, which was prepared last in {cache}" in run.stdout
+    assert f"NO NETWORK: using {name}, which is ready in {cache}" in run.stdout
     assert [path.name for path in clone.iterdir()] == ["prepare.py"]  # no .dataset: later it may be climbmix
     (cache / name / "val_00000.bin").unlink()
     run = run_prepare(cache=cache, clone=clone, HF_ENDPOINT="http://127.0.0.1:9")

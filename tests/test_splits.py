@@ -382,6 +382,21 @@ def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
     assert prepare.prepare(num_shards=1).name.endswith("x1")
 
 
+def test_without_network_a_clone_goes_on_with_its_own_dataset_though_this_gpu_would_have_more(
+    climbmix, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    own = prepare.prepare()
+    (climbmix / "climbmix" / "raw" / "shard_00001.parquet").unlink()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert prepare.prepare() == own and f"NO NETWORK: using {own.name}, which is ready in" in capsys.readouterr().out
+    for options in (dict(data="climbmix"), dict(num_shards=2)):
+        with pytest.raises(prepare.Unreachable):
+            prepare.prepare(**options)
+
+
 def test_torch_is_loaded_only_to_find_the_number_of_shards(climbmix, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is loaded')")
     for args, loaded in (["--num-shards", 1], False), ([], True), (["--num-shards", 12], False), ([], False):
