@@ -22,19 +22,20 @@ import harness
 import prepare
 from harness import Description
 from night.clean import scratch_folder
-from night.commits import commit_train, read_train, revert
+from night.commits import commit_train, doubts, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
 from night.rows import ROOT, Kind, archive, branch, experiments, git, good, in_history, reference, revisions
 from night.run import guard, train_options
 from night.show import about_night
-from night.wave import Trainer, run_of, start_ray
+from night.wave import Trainer, run_of, same_gpus, start_ray
 from prepare import PrepareError
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt; its commit is <branch>-loop/<n>
 ENVIRONMENT = ["PATH", "HOME", "LANG", "TERM"]  # variables that agents get, besides those of --agent-env
 ENDED = "refused: the loop ended first"  # the verdict until another one replaces it
 REFUSED = 5  # refusals in a row that end the loop
+CRASHED = 10  # crashes in a row that end the loop
 WORN = 4  # from so many ideas of a family without a gain on, agents are told
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 TOO_LATE = 124  # exit status of an agent that ran out of time, as from timeout(1)
@@ -85,9 +86,11 @@ def loop(args: argparse.Namespace) -> None:
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
-    night = Loop(args, start_ray(args))
+    night = Loop(args, same_gpus(start_ray(args)))
     (base,) = revisions([reference(night.kind)])
-    begins = not night.kind.rows()
+    for doubt in doubts([]):
+        print(doubt)
+    begins = all(row["status"] == "crash" or row["commit"] == base[0] for row in night.kind.rows())
     seeds = [harness.SEED, 1, 2] if begins else [harness.SEED]  # a night begins by measuring its noise
     try:
         while begins and night.may_ask():  # agents think while the reference trains
@@ -111,6 +114,7 @@ class Agent(NamedTuple):
     """An agent working on proposal n. base, files: the commit and the files it started from; work: its folder."""
 
     n: int
+    asked: float  # when it was started
     name: str
     base: str
     work: Path
@@ -133,11 +137,11 @@ class Loop(Trainer):
     def __init__(self, args: argparse.Namespace, kind: Kind):
         super().__init__(args, kind)
         self.branch = branch()
-        self.max_agents = min(args.agents or self.slots, self.slots)
+        self.max_agents = args.agents or self.slots
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
-        self.trained = self.refused = 0  # runs of this night; refusals in a row
+        self.trained = self.refused = self.crashed = 0  # runs of this night; refusals and crashes in a row
         self.busy = 0.0  # seconds with a run, summed over slots
         self.start = self.next_ask = time.monotonic()
 
@@ -155,6 +159,7 @@ class Loop(Trainer):
                 time.sleep(0.2)
             for run, row in self.ended():
                 self.trained += 1
+                self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
                 self.settle(*self.commits()[run.commit][:2], row)
             for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
                 self.judge(agent)
@@ -189,6 +194,8 @@ class Loop(Trainer):
             return f"{self.trained} runs"
         if args.patience and self.dry() >= args.patience:
             return f"{args.patience} experiments without a gain"
+        if self.crashed >= CRASHED:
+            return f"{self.crashed} runs in a row crashed"
         return f"{REFUSED} proposals in a row were refused" if self.refused >= REFUSED else ""
 
     def dry(self) -> int:
@@ -215,11 +222,11 @@ class Loop(Trainer):
         passed = [*ENVIRONMENT, *self.args.agent_env.split(",")]
         env = {key: os.environ[key] for key in passed if key in os.environ} | {"CUDA_VISIBLE_DEVICES": ""}
         options = dict(limit=self.args.agent_limit, log=str(folder(n) / "agent.log"), cwd=str(work), env=env)
-        task = json.dumps(dict(command=words, parent=os.getpid(), **options))
+        task = json.dumps(dict(command=words, parent=os.getpid(), **options))  # may have keys: no argument, for `ps`
         with open(prompt) as stdin:
-            command = [sys.executable, "-m", "night.loop", task]
-            process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, start_new_session=True)
-        self.agents.append(Agent(n, name, base, work, files, process))
+            options = dict(cwd=ROOT, env=os.environ | {"NIGHT_AGENT": task}, stdin=stdin, start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-m", "night.loop"], **options)
+        self.agents.append(Agent(n, time.monotonic(), name, base, work, files, process))
 
     def new_number(self) -> int:
         n = 1 + max([0, *numbers(), *(n for n, *_ in self.commits().values())])
@@ -267,8 +274,11 @@ class Loop(Trainer):
             reason = f"exit status {code}" if code else "train.py is unchanged"
         trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
-        self.refused = 0 if trains else self.refused + 1
-        self.next_ask = time.monotonic() + self.args.pause * (2**self.refused - 1)
+        if trains:
+            self.refused = 0
+        elif agent.asked >= self.next_ask:  # of agents that fail together, as when their provider is down, one counts
+            self.refused += 1
+            self.next_ask = time.monotonic() + self.args.pause * (2**self.refused - 1)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
@@ -315,7 +325,8 @@ class Loop(Trainer):
     def move(self, row: dict) -> None:
         """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
         commit, head = row["commit"], git("rev-parse", "HEAD")
-        if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit)):
+        night = (row["commit"] for row in in_history(self.kind.rows()))  # if git could not write it before
+        if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit, *night)):
             try:
                 git("checkout", "-q", commit, "--", "train.py")
             except subprocess.CalledProcessError:  # somebody's git holds the index's lock, say
@@ -338,12 +349,13 @@ class Loop(Trainer):
         self.agents.clear()
 
     def summary(self) -> str:
-        count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts())
+        count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts() if verdict.strip() != ENDED)
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
-        text = f"\n{self.over() or 'interrupted'}: {sum(count.values())} proposals so far, {found}.\n"
-        seconds = time.monotonic() - self.start
-        used = self.busy / self.slots / seconds
-        text += f"{seconds / 3600:.2f} hours; the GPUs were in use {used:.0%} of the time.\n"
+        text = f"\n{self.over() or 'ended early'}: {sum(count.values())} proposals so far, {found}.\n"
+        if self.busy:
+            seconds = time.monotonic() - self.start
+            used = self.busy / self.slots / seconds
+            text += f"{seconds / 3600:.2f} hours; the GPUs were in use {used:.0%} of the time.\n"
         return f"{text}The reference is now {reference(self.kind)}. How much is luck? python -m night report"
 
 
@@ -386,5 +398,5 @@ def squeezed(commit: str) -> bytes:
 
 
 if __name__ == "__main__":  # guards one agent, with the prompt on stdin
-    code, ended_by, _ = guard(**json.loads(sys.argv[1]))
+    code, ended_by, _ = guard(**json.loads(os.environ["NIGHT_AGENT"]))
     sys.exit(TOO_LATE if ended_by else code & 0xFF)

@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -35,11 +36,14 @@ def folder_name(commit: str, seed: int, setting: str) -> str:
     return "-".join(filter(None, [commit, str(seed), gpu, budget]))
 
 
+def folders(name: str) -> Iterator[Path]:
+    return (RUNS / (name if i == 1 else f"{name}.{i}") for i in itertools.count(1))
+
+
 def new_folder(name: str) -> Path:
     """Makes a folder of that name; for a repeated run with .2, .3, ... appended."""
     RUNS.mkdir(exist_ok=True)  # fails if runs/ is a dangling link; otherwise the loop below would never end
-    for i in itertools.count(1):
-        folder = RUNS / (name if i == 1 else f"{name}.{i}")
+    for folder in folders(name):
         with suppress(FileExistsError):
             folder.mkdir()
             return folder
@@ -61,9 +65,8 @@ def record_of(row: dict) -> Path | None:
         found = summary(folder)  # has none of these keys if the run was killed
         return all(harness.clean(found.get(key, value)) == value for key, value in run.items())
 
-    found = [folder for folder in RUNS.glob(f"{name}*") if re.fullmatch(r"(\.\d+)?", folder.name[len(name) :])]
-    found = [folder for folder in found if is_of_this_run(folder)]
-    return max(found, key=lambda folder: int(folder.name[len(name) + 1 :] or 1), default=None)
+    *_, last = None, *filter(is_of_this_run, itertools.takewhile(Path.exists, folders(name)))
+    return last
 
 
 def curve_of(row: dict) -> list[Point]:

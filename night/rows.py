@@ -222,10 +222,10 @@ def in_history(rows: list[dict]) -> list[dict]:
 def reference(kind: Kind) -> str:
     """The commit that the next experiment of a kind starts from: that of the last kept row, else of the first row.
 
-    Only rows in HEAD's history count. Without any: the reference of the five-minute runs, else HEAD.
+    Only rows in HEAD's history count, and no crashes. Without any: the reference of the five-minute runs, else HEAD.
     """
     for setting in (kind.setting, ""):
-        rows = in_history(kind._replace(setting=setting).rows())
+        rows = [row for row in in_history(kind._replace(setting=setting).rows()) if row["status"] != "crash"]
         kept = [row["commit"] for row in rows if row["status"] == "keep"]
         if rows:
             return kept[-1] if kept else rows[0]["commit"]

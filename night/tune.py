@@ -20,7 +20,7 @@ from harness import Description
 from night.commits import commit_train, read_train
 from night.records import RUNS, budget, curve
 from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions, seed_of
-from night.wave import Trainer, decide, run_of, settled, start_ray, table
+from night.wave import Trainer, decide, run_of, same_gpus, settled, start_ray, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
@@ -169,7 +169,7 @@ def tune(args: argparse.Namespace) -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    Tuner(args, start_ray(args), knobs_of).search()
+    Tuner(args, same_gpus(start_ray(args)), knobs_of).search()
 
 
 class Tuner(Trainer):

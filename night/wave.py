@@ -136,6 +136,13 @@ def start_ray(args: argparse.Namespace) -> Kind:
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
 
 
+def same_gpus(kind: Kind) -> Kind:
+    """The kind, unless this machine's GPUs differ, so that scores could not be compared: then raises PrepareError."""
+    if len(kind.gpus) > 1:
+        raise PrepareError(f"{' and '.join(kind.gpus)} differ: choose equal GPUs with CUDA_VISIBLE_DEVICES")
+    return kind
+
+
 def settled(row: dict, kind: Kind, base: str) -> bool:
     """Whether the row's run need not be repeated. A crash of the reference is repeated; a report needs test scores."""
     if row["status"] == "crash":

@@ -880,6 +880,17 @@ SECTIONS = [
         ('base == now or row["val_bpb"] < min(others, default=0.0)', "True"),
         ('(shared := git("merge-base", head, commit)) == head', '(shared := git("merge-base", head, commit))'),
         ("REFUSED = 5", "REFUSED = 9"),
+        ("CRASHED = 10", "CRASHED = 20"),
+        ('if verdict.strip() != ENDED', ""),
+    ]),
+    ("The loop", "night/loop.py", ["test_loop.py", "-k", "together or mended or index or turns"], [
+        ("elif agent.asked >= self.next_ask:", "else:"),
+        ('("HEAD", commit, *night)', '("HEAD", commit)'),
+        ('row["status"] == "crash" or row["commit"] == base[0] for', "False for"),
+        ("for doubt in doubts([]):", "for doubt in ():"),
+    ]),
+    ("The loop", "night/rows.py", ["test_loop.py", "-k", "mended"], [
+        ('rows()) if row["status"] != "crash"]\n        kept', 'rows())]\n        kept'),
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
         ("    end_children()\n    reader.join()", "    reader.join()"),
@@ -901,10 +912,9 @@ SECTIONS = [
         ('len({row["commit"] for row in rows if row["status"] == "keep"})', 'sum(row["status"] == "keep" for row in rows)'),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
-        ("return max(found, key", "return min(found, key"),
+        ("filter(is_of_this_run, ", "filter(None, "),
+        ("*_, last = None, *filter", "last, *_ = *filter"),
         ("harness.clean(found.get(key, value)) == value", "found.get(key, value) == value"),
-        ("if is_of_this_run(folder)]", "]"),
-        ('re.fullmatch(r"(\\.\\d+)?", folder', 're.match(r"(\\.\\d+)?", folder'),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
         ("float(number) * 1e6", "float(number)"),
         ("(?:e[+-]\\d+)?", ""),
@@ -1049,7 +1059,6 @@ SECTIONS = [
         ("(text, after, before)", "(text, before, after)"),
         ("for i in sorted(dropped, reverse=True):", "for i in sorted(dropped):"),
         ("if without(files, dropped - {other}) is not None", "if False"),
-        ("        if without(files, dropped) is not None:\n            break\n    for other", "        pass\n    for other"),
         ("except (SyntaxError, ValueError):\n        return None", "except (SyntaxError, ValueError):\n        return text"),
     ]),
     ("The report", "night/report.py", ["test_report.py"], [

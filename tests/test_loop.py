@@ -36,6 +36,11 @@ assert b"\r" not in train.read_bytes()
 assert sys.stdin.read() == open(prompt).read() and not os.path.exists("results.tsv")
 assert subprocess.check_output(["git", "rev-parse", "--show-toplevel"], text=True).strip() == os.getcwd()
 assert not {"PYTHONPATH", "AUTORESEARCH_CACHE"} & set(os.environ) and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        assert os.environ["KEY"].encode() not in path.read_bytes(), "other users see arguments"
+    except OSError:
+        pass
 print("in a", os.environ.get("SANDBOX")) if word != "odd" else None
 
 def edit(knob, by):
@@ -69,7 +74,7 @@ elif word == "fail":
 elif word == "endless":
     train.write_text(text + "# nothing runs\n")
 elif word == "typo":
-    train.write_text(text.replace("A = ", "A = = "))
+    train.write_text(text.replace("A = ", f"A = = {n}"))
 elif word == "odd":
     edit("B", 1)
     print("\n\t``` <b>wider\tMLP</b>: \"4\" -> '5'" + "y" * 10_000)
@@ -92,8 +97,8 @@ class Loop(Clone):
     def loop(self, *words: str, args=()) -> subprocess.Popen:
         """words: of agents, each a list of what it does."""
         agents = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
-        options = ["--agent-env=NIGHT", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *agents, *args]
-        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="")
+        options = ["--agent-env=NIGHT,KEY", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *agents, *args]
+        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="", KEY="of an API")
 
     def best(self) -> str:
         """The commit that the night goes on from."""
@@ -145,7 +150,8 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     output = loop.finish(night)
     assert loop.all_ended(0)
     verdicts = loop.verdicts()
-    (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts)} proposals so far", output, re.M)
+    proposed = sum(f"{verdict}" != loops.ENDED for verdict in verdicts.values())
+    (trained,) = re.findall(rf"^(\d+) runs: {proposed} proposals so far", output, re.M)
     assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.rows()) - 3
 
     folder = loop.folder / "runs" / "proposals"
@@ -199,12 +205,13 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
         ("A" + ",worse" * 15, ["--patience=3"], "3 experiments without a gain"),
         ("A", ["--hours=0"], "the hours are over: 0 proposals"),
         ("hang", ["--agent-limit=1"], r"refused  proposal \d, .*: no proposal within 1 s"),
-        ("hang", [], "interrupted: "),
+        ("typo", [], r"1\d runs in a row crashed"),
+        ("hang", [], "ended early: 0 proposals so far"),
     ],
 )
 def test_the_loop_ends_with_a_reason(loop, words, args, reason):
     night = loop.loop(words, args=args)
-    if stop := reason == "interrupted: ":
+    if stop := reason.startswith("ended early"):
         while not loop.calls.exists():
             time.sleep(0.05)
         night.send_signal(signal.SIGINT)
@@ -220,7 +227,7 @@ def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):
     output = loop.finish(loop.loop("A", "B", args=["--runs=3", "--report", "--agents=1"]))
     assert {"agent 1: A 0", "agent 2: B 1"} <= loop.scores().keys()
     assert loop.run("git diff --name-only main HEAD; tail -n1 train.py") == "notes\ntrain.py\n# mine\n"
-    assert "train.py has uncommitted changes" in output
+    assert "train.py here has uncommitted changes" in output and "train.py has uncommitted changes: the" in output
     assert loop.run(f"git diff {loop.best()} HEAD -- train.py") == ""
     assert "it holds up." in (loop.folder / "report.md").read_text()
 
@@ -271,6 +278,42 @@ def test_a_night_goes_on_while_somebodys_git_holds_the_index(loop):
     output = loop.finish(loop.loop("A", args=["--runs=1"]))
     assert "git cannot write train.py: the branch moves on" in output
     assert loop.run("git rev-parse HEAD").startswith(loop.best())
+    (loop.folder / ".git" / "index.lock").unlink()
+    loop.finish(loop.loop("A", args=["--runs=2"]))
+    assert loop.run("git rev-parse HEAD").startswith(loop.best()) and loop.run("git status --porcelain") == ""
+
+
+def test_a_reference_that_crashed_is_mended_by_a_commit_and_a_new_night_measures_its_noise(loop):
+    loop.commit(broken="raise MemoryError")
+    loop.finish(loop.loop("A", args=["--runs=1"]), code=1)
+    loop.commit(mended=BODY)
+    loop.finish(loop.wave("HEAD", *TWO_SLOTS))  # one seed of three
+    loop.finish(loop.loop("A", args=["--runs=1"]))
+    mended = ["mended", "mended, seed 1", "mended, seed 2"]
+    rows = [(row["description"], row["status"]) for row in loop.rows() if row["status"] != "crash"]
+    assert rows[0] == ("mended", "keep") and sorted(rows[:3]) == [(name, "keep") for name in mended]
+    assert rows[-1][1] == "keep" and rows[-1][0].startswith("A ")
+
+
+def test_of_agents_that_fail_together_one_counts(tmp_path):
+    """As when their provider is down: each round of them makes the pause longer."""
+    process = SimpleNamespace(returncode=1)
+    night = SimpleNamespace(
+        agents=[], args=SimpleNamespace(pause=30), refused=0, next_ask=0.0, propose=lambda *_: False
+    )
+
+    def judge(asked: float) -> tuple[int, float]:
+        agent = SimpleNamespace(
+            n=1, asked=asked, base="", work=tmp_path / "a" / "b", files={}, process=process, idea=str
+        )
+        night.agents.append(agent)
+        loops.Loop.judge(night, agent)
+        return night.refused, night.next_ask - time.monotonic()
+
+    assert [judge(time.monotonic()) for _ in range(6)] == [(1, pytest.approx(30, abs=1))] * 6
+    assert judge(night.next_ask) == (2, pytest.approx(90, abs=1))
+    night.propose = lambda *_: True
+    assert judge(night.next_ask)[0] == 0
 
 
 def test_without_its_records_a_night_goes_on(loop):
