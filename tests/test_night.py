@@ -45,8 +45,8 @@ signal.signal(signal.SIGINT, interrupted)
 if "KILL_AFTER" in os.environ:
     threading.Timer(float(os.environ["KILL_AFTER"]), os.kill, (os.getpid(), signal.SIGKILL)).start()
 where = dict(gpu="cpu", dataset=dataset_id())
-print("training", flush=True)
 try:
+    print("training", flush=True)
     BODY
     status = log_result(val_bpb=val_bpb, memory_gb=2.0, **where)
     print(f"---\\nval_bpb:          {val_bpb:.6f}\\npeak_vram_mb:     2048.0\\nstatus:           {status}")

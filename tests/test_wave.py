@@ -39,8 +39,8 @@ parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=prepare.dataset_id())
 prepare.adopt_dataset(prepare.current_dataset())
-print("training", flush=True)
 try:
+    print("training", flush=True)
     BODY
     where["test_bpb"] = val_bpb + 0.1 if night_record().get("score_test") else None
     print("status:", log_result(val_bpb=val_bpb, memory_gb=2.0, tokens_M=1.5, **where))
