@@ -22,7 +22,7 @@ import prepare
 from harness import Description
 from night.live import Board
 from night.rows import Kind
-from night.wave import Run, decide, log_row, table
+from night.wave import Run, decide, log_row, same_gpus, table
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -156,6 +156,13 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     text = "idea, test 1.600000"
     assert [row[key] for key in ("commit", "val_bpb", "status", "description")] == ["i", 1.4, status, text]
     assert (row["gpu"], row["tokens_M"], row["memory_gb"]) == (gpu + ", report" * report, 9.0, 2.0)
+
+
+def test_a_search_on_gpus_that_differ_is_refused_as_its_scores_could_not_be_compared():
+    kind = Kind(["RTX 3090", "RTX 4090"], "", "d")
+    with pytest.raises(prepare.PrepareError, match="RTX 3090 and RTX 4090 differ: choose equal GPUs"):
+        same_gpus(kind)
+    assert same_gpus(kind._replace(gpus=["A"])).gpus == ["A"]
 
 
 def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_path, monkeypatch):
