@@ -434,7 +434,7 @@ def start_compiler() -> None:
 
     By default, Inductor benchmarks several configurations of short reductions, pointwise kernels and padded GEMMs: 9 s
     of start-up on an H200 for no speed. It also reads RMSNorm's rows several times when the same kernel flips or sums
-    them: 2% of a step (both measured). And AOTAutograd does not cache graphs with custom autograd functions.
+    them: 3% of a step (both measured). And AOTAutograd does not cache graphs with custom autograd functions.
     """
     from torch._functorch import config as aot_autograd
     from torch._inductor import config

@@ -144,7 +144,7 @@ def _rows(logits, *args):
 
 
 def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13, AOTAutograd shows in x's type only."""
+    """Whether torch.compile is tracing. Before torch 2.13, only x's type shows AOTAutograd."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -184,7 +184,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw sums up chunks, so it is fp32; bf16 if x and weight are, for up to two chunks."""
+    """Empty losses, lse, dx, dw. dw is fp32, as it sums up chunks; for at most two, bf16 if x and weight are."""
     few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
     dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
     lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)

@@ -70,7 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--runs", type=positive, default=30, metavar="N", help="trials in the study, earlier ones included (30)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
-    add("--prune", action="store_true", help="stop trials whose loss at 20%% of the budget is above the median so far")
+    add("--prune", action="store_true", help="from the eleventh on, stop trials whose loss at 20%% of the budget is above the median")
     add("--list", action="store_true", help="only print the knobs and their ranges")
     add("--with-agent", action="store_true", help="follow the commits that the night keeps meanwhile")
     add = command(loop, many, help="ask agents for one idea after another, train each, keep what is better")
@@ -83,7 +83,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--hours", type=float, default=8.0, help="length of the night (8)")
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
     add("--patience", type=positive, metavar="N", help="end after this many without a gain")
-    text = "pause after a refused proposal (30); after the second, third, ... in a row 3, 7, ... times as long"
+    text = "pause after a refused proposal (30); after 2, 3, ... in a row, 3, 7, ... times as long"
     add("--pause", type=float, default=30, metavar="SECONDS", help=text)
     add("--report", action="store_true", help="write a report at the end")
     add = command(report, many, again, help="how much of the night's gain was luck?")

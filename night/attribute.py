@@ -2,7 +2,7 @@
 
 Each run tells something about every change: 32 runs measure each of 16 effects to 0.35 standard deviations of
 a run (its standard error). Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
-Half of a round's runs have one seed, half another: what a seed does to all versions alike counts as no noise then.
+Half of a round's runs share one seed, half another, so what a seed does to all versions alike is not noise.
 """
 
 import functools

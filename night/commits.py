@@ -57,8 +57,7 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
 
 
 def group(files: list[bytes], i: int) -> set[int]:
-    """Change i and the later changes that must go with it: all up to the first with which it can, but those that may
-    stay."""
+    """Change i and the later changes that must go with it: the shortest series that can go, minus what may stay."""
     for end in range(i + 1, len(files) + 1):
         dropped = {*range(i, end)}
         if without(files, dropped) is not None:

@@ -41,8 +41,8 @@ def save(figure, name: str) -> None:
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, the best val_bpb of each arm and the baseline so far, give or take a seed's
-    standard deviation, over the arm's runs and over the minutes they took."""
+    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- a seed's standard
+    deviation, over its runs and over the minutes they took."""
     figure, axes = new_figure(len(groups), 2)
     for (left, right), group in zip(axes, groups, strict=True):
         noise = seed_noise(group[0])[0]

@@ -258,8 +258,8 @@ def with_status(line: str, status: str) -> str:
 
 
 def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
-    """Judges ideas (commits) whose run with the seed and on the GPU of `base`, the reference's row, ended before it:
-    rows of those that beat it move to the end of the log, as `keep`."""
+    """base: a row of the reference. If ideas (commits) ran with its seed on its GPU, ended before it and beat it, their
+    rows move to the end of the log, as `keep`."""
 
     def beats_base(row: dict) -> bool:
         like_base = row["gpu"] == base["gpu"] and seed_of(row) == seed_of(base)
