@@ -70,7 +70,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--runs", type=positive, default=30, metavar="N", help="trials in the study, earlier ones included (30)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
-    add("--prune", action="store_true", help="from the eleventh on, stop trials whose loss at 20%% of the budget is above the median")
+    text = "from the eleventh on, stop trials whose loss at 20%% of the budget is above the median so far"
+    add("--prune", action="store_true", help=text)
     add("--list", action="store_true", help="only print the knobs and their ranges")
     add("--with-agent", action="store_true", help="follow the commits that the night keeps meanwhile")
     add = command(loop, many, help="ask agents for one idea after another, train each, keep what is better")
