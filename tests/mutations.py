@@ -913,7 +913,7 @@ SECTIONS = [
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
         ("filter(is_of_this_run, ", "filter(None, "),
-        ("*_, last = None, *filter", "last, *_ = *filter"),
+        ("*_, last = None, *filter", "_, last, *_ = None, *filter"),
         ("harness.clean(found.get(key, value)) == value", "found.get(key, value) == value"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
         ("float(number) * 1e6", "float(number)"),
