@@ -430,12 +430,14 @@ def load_fa3() -> Callable:
 
 
 def start_compiler() -> None:
-    """Starts Inductor's workers while the model is built, and overrides five PyTorch defaults.
+    """Starts Inductor's workers while the model is built, and overrides six PyTorch defaults.
 
     By default, Inductor benchmarks several configurations of short reductions, pointwise kernels and padded GEMMs: 9 s
     of start-up on an H200 for no speed. It also reads RMSNorm's rows several times when the same kernel flips or sums
-    them: 3% of a step (both measured). And AOTAutograd does not cache graphs with custom autograd functions.
+    them: 3% of a step (both measured). AOTAutograd does not cache graphs with custom autograd functions. And Dynamo
+    gives up after eight shapes, more of which Muon meets if layers differ in width.
     """
+    from torch._dynamo import config as dynamo
     from torch._functorch import config as aot_autograd
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
@@ -446,6 +448,7 @@ def start_compiler() -> None:
     AsyncCompile.warm_pool()
     AsyncCompile.wakeup()
     config.triton.autotune_pointwise = config.shape_padding = False
+    dynamo.recompile_limit = 64
     config.test_configs.force_filter_reduction_configs = True  # as in deterministic mode
     aot_autograd.autograd_cache_allow_custom_autograd_functions = True
     default = InductorChoices.should_use_persistent_reduction

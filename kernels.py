@@ -176,7 +176,7 @@ def _chunk_rows(n, v, itemsize, device):
 
 def _addmm_(out, a, b, *, beta, alpha):
     """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
-    if a.is_cuda:  # batched, since addmm in torch 2.9 adds fp16 products only to fp16
+    if a.is_cuda:  # batched: addmm of torch 2.9 adds fp16 only to fp16
         out = out[None]
         torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
     else:
@@ -203,7 +203,7 @@ def _linear_cross_entropy(
     w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits in fp16, as |g| <= 1
-    row_scale = (row_scale if boost == 1 else row_scale * boost).expand(n)
+    row_scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
     for i in range(0, n, rows):
@@ -211,7 +211,7 @@ def _linear_cross_entropy(
         z = buffer[: n - i]
         torch.mm(x[part], w.T, out=z)  # (R, V)
         outputs = (z, None) if need_dx or need_dw else (None, lse[part])
-        weights = lse_scale if lse_scale is None else lse_scale[part] * boost
+        weights = None if lse_scale is None else lse_scale[part] * boost
         _rows(z, targets[part], losses[part], row_scale[part], softcap, ignore_index, *outputs, weights)
         if need_dx:
             _addmm_(dx[part], z, w, beta=0.0, alpha=1 / boost)
@@ -248,8 +248,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, weight, targets = ctx.saved_tensors
             late = row_scale.new_ones(())
             if x.dtype == torch.float16 and len(x):  # the row kernel needs weights <= 1
-                largest = (row_scale.abs() + lse_scale.abs()).amax().nan_to_num(1.0, 1.0)
-                late = largest.clamp(torch.finfo(torch.float32).tiny)
+                largest = torch.where(targets == ctx.options[1], 0.0, row_scale).abs() + lse_scale.abs()
+                late = largest.amax().nan_to_num(1.0, 1.0).clamp(torch.finfo(torch.float32).tiny)
             scales = row_scale / late, lse_scale / late
             _, _, dx, dw = _linear_cross_entropy(x, weight, targets, *scales, *ctx.options, need_dx, need_dw)
         dx = _scaled(dx, late) if need_dx else None
@@ -426,7 +426,7 @@ def dequantize_4bit(
         raise ValueError(f"{tuple(shape)} needs packed uint8 and absmax fp32 for {n} weights each, not {stored}")
     packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel handles strides
     if not packed.is_cuda:
-        return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype)
+        return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype).view(shape)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     return _dequantize_triton(packed, absmax, _code(quant_type, packed.device), out, block_size)
 

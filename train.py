@@ -1,11 +1,11 @@
 """
 Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
 
-    python train.py                  # 300 s on whatever GPU is there; one row in results.tsv
+    python train.py                  # 300 s on the GPU you have; one row in results.tsv
     python train.py --seconds 30     # a smoke run: never logged
-    python train.py --sample "Once"  # text from the saved weights
+    python train.py --sample "Once"  # text by the saved weights
 
-In the line of nanoGPT, nanochat, modded-nanogpt and karpathy/autoresearch. This file is the experiment: edit it.
+In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
 Data and metric are in prepare.py, clock and log in harness.py, operators in kernels.py.
 """
 
@@ -30,11 +30,11 @@ ROPE_BASE = 200_000        # of the rotary embedding
 SOFTCAP = 12.0             # of the logits, or None
 INIT_SCALE = 0.68          # standard deviation of the matrices at init, times 1/sqrt(n_embd)
 NGRAMS = (2, 3, 4)         # n-grams that have embeddings
-X0_LAMBDA = 1.0            # initial scale of x0 in every other block; near 0, rounding errors would pick its sign
+X0_LAMBDA = 1.0            # initial scale of x0 in every other block
 FOUR_BIT = False           # attention and MLP matrices (not experts) in NF4, with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # times that for experts, which see few tokens each
+EXPERT_LR_SCALE = 0.5      # of MATRIX_LR, for experts, which see few tokens each
 EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; at width 768, else times sqrt(768 / width))
 NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
 INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
@@ -64,8 +64,8 @@ class Config:
     seq_len: int            # tokens
     window: int             # earlier tokens that most heads see; SDPA: length of its pieces
     full_heads: int         # heads with the whole context, in every fourth layer from the last
-    device_batch_size: int  # sequences in one forward and backward; fewer when memory runs out
-    total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET; see `scale_batch`
+    device_batch_size: int  # sequences per forward and backward; fewer when memory runs out
+    total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET
     ngram_rows: int         # in each table of n-gram embeddings
     num_experts: int = 0    # next to an MLP of half the width; 0: only an MLP of full width
     experts_per_token: int = 1  # each of width 2 * n_embd / this
@@ -105,6 +105,8 @@ def pick_size(gpu: harness.GPU) -> Config:
 
 def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more per token."""
+    rest = config.total_batch_size % (config.device_batch_size * config.seq_len)
+    assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {config}"
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
     if scale == 1:
         return config
@@ -182,9 +184,9 @@ def fa2(q, k, v, window, shift):
 
 
 def sdpa(q, k, v, window, shift):
-    """SDPA has no windows: the sequence is cut into pieces of `window` tokens, each of which sees itself only.
+    """SDPA has no windows: the sequence is cut into pieces of `window` tokens that see only themselves.
 
-    Zeros in front shift every other layer's cuts, so that information crosses them. They also act as an attention sink.
+    Zeros in front shift every other layer's cuts, so that information crosses them, and act as an attention sink.
     """
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
@@ -200,7 +202,7 @@ def attention(kind):
     """Causal attention of q, k and v (B, T, H, D). With fa3 and fa2 a token sees `window` earlier ones."""
     if kind == "fa3":
         flash = harness.load_fa3()
-        # here Inductor fuses contiguous(); FA3 would copy
+        # Inductor fuses contiguous(); else FA3 copies v
         return lambda q, k, v, window, shift: flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
     return {"fa2": fa2, "sdpa": sdpa}[kind]
 
@@ -213,7 +215,7 @@ class Attention(nn.Module):
         self.full_heads = config.full_heads * (i % 4 == 0)  # the first heads: whole context
         self.window = min(config.window, config.seq_len)  # of the other heads
         self.shift = i % 2 * self.window // 2  # where `sdpa` cuts, in tokens
-        assert C == self.n_head * D and self.full_heads <= self.n_head, config
+        assert C == self.n_head * D and self.full_heads <= self.n_head and self.window > 0, config
         assert kind != "sdpa" or config.seq_len % self.window == 0, f"SDPA cuts whole pieces: {config}"
         self.c_qkv, self.c_proj = block_linear(C, 3 * C), block_linear(C, C)
         self.value_embed = nn.Embedding(config.vocab_size, C) if i % 2 == 0 else None
@@ -265,7 +267,7 @@ class Experts(nn.Module):
     def forward(self, x):
         K, E = self.experts_per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(-1, E)  # (B*T, E)
-        expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # topk is no Triton kernel
+        expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # Inductor has no topk
         ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # a radix sort: fewer bits are faster
         ends = torch.searchsorted(ranked.long(), torch.arange(E, device=x.device), right=True, out_int32=True)
         self.load += ends.diff(prepend=ends.new_zeros(1))
@@ -273,7 +275,7 @@ class Experts(nn.Module):
         token_at, order = order[:, None] // K, order[:, None]
         weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
         h = sum_rows(x.flatten(0, 1), token_at, place)  # (B*T*K, C), by expert
-        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here, to save memory
+        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here: saves memory
         return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view_as(x)
 
 
@@ -297,7 +299,7 @@ class Block(nn.Module):
         return x if self.experts is None else x + self.experts(h)
 
 
-@functools.cache  # each function once
+@functools.cache
 def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -379,7 +381,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def update_buffers(model):
-    """After each step: requantizes 4-bit weights; experts with too few tokens gain in bias, others lose."""
+    """After each step: requantizes 4-bit weights, rebalances the experts."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.requantize_()
@@ -413,7 +415,7 @@ POLAR_EXPRESS = [
 
 
 def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
-    """Gradients (n, R, C) to Nesterov's momentum, scaled to a spectral norm below 1. rate: 1 - momentum."""
+    """Gradients (n, R, C) to Nesterov's momentum, scaled to a spectral norm below 1. rate: 1 - momentum, or 0."""
     grad = torch.where(rate > 0, grad / loss_scale, 0)
     momentum_buffer.lerp_(grad, rate)
     update = momentum_buffer.lerp(grad, rate)
@@ -422,7 +424,7 @@ def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
 
 def polar_express(x):
     """Orthogonalizes a stack of matrices (n, R, C), R >= C, of spectral norm at most 1. All GEMMs: not compiled."""
-    for a, b, c in POLAR_EXPRESS:  # ax + x(bG + cGG) as x(c(G + dI)^2 + eI), as baddbmm copies what it adds to
+    for a, b, c in POLAR_EXPRESS:  # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
         gram = x.mT @ x
         gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
         gram = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
@@ -460,7 +462,7 @@ class MuonAdamW(torch.optim.AdamW):
         self.dtype = dtype  # of Newton-Schulz
         self.device = self.param_groups[0]["params"][0].device
         self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
-        self.grad_scale = torch.ones((), device=self.device)  # GradScaler sets both beforehand
+        self.grad_scale = torch.ones((), device=self.device)  # fp16: GradScaler sets both before step()
         self.tables = {}  # by group; hidden from GradScaler, which would coalesce sparse gradients: a sync
         for i, group in enumerate(self.param_groups):
             params = group["params"]
@@ -511,7 +513,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter whose name contains a group's key goes there, any other matrix of a block to Muon."""
+    """A parameter with a group's key in its name goes there, any other matrix of a block to Muon."""
     wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
@@ -530,7 +532,8 @@ def make_optimizer(model: GPT) -> MuonAdamW:
     }
     for name, p in model.named_parameters():
         key = next((key for key in groups if f".{key}." in f".{name}."), None)
-        if key is None and name.startswith("blocks.") and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
+        inside = "blocks." in name and not name.endswith("embed.weight")
+        if key is None and inside and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
             lr = MATRIX_LR * (EXPERT_LR_SCALE if p.ndim == 3 else 1)
             key = f"{lr} {tuple(as_stack(p).shape[1:])}"  # one shape per group
             groups.setdefault(key, group(lr, weight_decay=MATRIX_DECAY, kind="muon"))
@@ -545,7 +548,7 @@ def make_optimizer(model: GPT) -> MuonAdamW:
 
 
 def set_schedules(optimizer: MuonAdamW, progress: float) -> None:
-    """progress: share of the budget spent. Takes any torch.optim.Optimizer."""
+    """progress: share of the budget spent."""
     for group in optimizer.param_groups:
         if group.get("kind") != "sparse":  # constant LR: rows first seen late still need full steps
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - (1 - FINAL_LR) * progress)
@@ -563,8 +566,7 @@ def make_scaler(model):
 def train_step(model, optimizer, scaler, loader):
     """One optimizer step; returns the mean loss and the epoch."""
     config, total = model.config, 0.0
-    grad_accum_steps, rest = divmod(config.total_batch_size, config.device_batch_size * config.seq_len)
-    assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {config}"
+    grad_accum_steps = config.total_batch_size // (config.device_batch_size * config.seq_len)
     for _ in range(grad_accum_steps):
         x, y, epoch = next(loader)
         loss = model(x, y) / grad_accum_steps
@@ -593,8 +595,10 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
     while clock.running():
         set_schedules(optimizer, clock.progress())
         loss, epoch = train_step(model, optimizer, scaler, loader)
-        clock.advance(model.config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
-        before, epochs_left = epochs_left, clock.tokens_left() // epoch_tokens  # nan until the pace is known
+        clock.advance(config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
+        left = clock.tokens_left()  # inf, and epochs_left nan, until the pace is known
+        before = epochs_left if epochs_left >= 0 else (clock.tokens + left) // epoch_tokens
+        epochs_left = left // epoch_tokens
         if epochs_left < before:  # whole epochs left: zero the tables, so that they see no text twice
             for table in model.ngram_embeds:
                 nn.init.zeros_(table.weight)

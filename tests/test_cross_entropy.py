@@ -277,6 +277,19 @@ def test_small_fp16_gradients_survive_a_batch_of_262144(scale, spread, device):
     assert error(dx, expected_dx) < 2e-3
 
 
+def test_in_fp16_the_weight_of_an_ignored_row_takes_no_precision_from_others(device):
+    x, weight, targets = example(40, 16, 30, torch.float16, device)
+    targets[7] = -1
+    grads = []
+    for ignored in (1.0, 1e9):
+        weights = torch.linspace(0.1, 1, 40, device=device)
+        weights[7] = ignored
+        loss = (fused_linear_cross_entropy(x, weight, targets, reduction="none") * weights).sum()
+        grads.append(torch.autograd.grad(loss, (x, weight)))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_fp16_keeps_the_gradients_of_rare_classes(device):
     x = torch.ones(64, 8, dtype=torch.float16, device=device)
     weight = torch.zeros(5, 8, device=device)

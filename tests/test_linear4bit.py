@@ -44,6 +44,8 @@ def test_storage_and_dequantized_weights_are_those_of_bitsandbytes_bit_for_bit(q
     theirs = bitsandbytes.functional.dequantize_4bit(their_packed, state)
     for stored in ((packed, absmax), (torch.stack([t, t], 1)[:, 0] for t in (packed, absmax))):  # contiguous or not
         assert torch.equal(dequantize_4bit(*stored, w.shape, dtype, quant_type, block_size), theirs)
+    flat = dequantize_4bit(packed, absmax, (w.numel(),), dtype, quant_type, block_size)
+    assert flat.shape == (w.numel(),) and torch.equal(flat, theirs.flatten())
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -122,6 +122,7 @@ def test_sizes_that_ship_divide(config):
     [
         (dict(head_dim=48), "Config"),
         (dict(full_heads=3), "Config"),
+        (dict(window=0), "Config"),
         (dict(window=48), "SDPA cuts whole pieces"),
         (dict(seq_len=100, total_batch_size=200), "SDPA cuts whole pieces"),
         (dict(total_batch_size=100), r"device_batch_size \* seq_len must divide total_batch_size"),
@@ -328,6 +329,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
         ("blocks.1.mlp.bias", (8,), False),
         ("blocks.1.skip_lambda", (), False),  # may have to start at 0
         ("blocks.1.attn.scale", (2, 1), False),  # one for each head is no matrix
+        ("blocks.1.attn.bigram_embed.weight", (99, 64), True),
         ("blocks.1.attn.conv", (64, 1, 3), True),  # a convolution is no stack of experts
         ("blocks.1.experts.shift", (4, 8), True),
     ],
@@ -335,6 +337,8 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
 def test_a_parameter_of_no_group_or_without_initial_values_is_named(name, shape, has_initial_values):
     model, _ = build(EXPERTS)
     owner, _, attribute = name.rpartition(".")
+    if "bigram" in name:
+        model.blocks[1].attn.bigram_embed = torch.nn.Module()
     model.get_submodule(owner).register_parameter(attribute, torch.nn.Parameter(torch.ones(shape)))
     with pytest.raises(AssertionError, match=re.escape(f"no group for {name} {shape}")):
         train.make_optimizer(model)
@@ -525,7 +529,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
 
 
 @pytest.mark.parametrize(
-    ("epochs", "resets"), [(0.97, []), (1.01, []), (1.1, [3]), (1.5, [9]), (2.5, [6, 16])]
+    ("epochs", "resets"), [(0.97, []), (1.01, [2]), (1.1, [3]), (1.5, [9]), (2.04, [2, 13]), (2.5, [6, 16])]
 )  # the pace is known from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
