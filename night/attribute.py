@@ -15,6 +15,7 @@ import numpy as np
 
 from harness import Description
 from night.commits import commit_train, group, read_train, without
+from night.ideas import Noise
 from night.rows import ATTRIBUTION_SEEDS, branch, git, good, revisions, scores, seed_noise
 from night.wave import Trainer, run_of
 from prepare import PrepareError
@@ -22,7 +23,7 @@ from prepare import PrepareError
 LEVEL = 0.1  # false discovery rate of the changes called real, by Benjamini and Hochberg's procedure
 ROUNDS = 2  # the second one tests the changes that the first left open
 CHECKS = 3  # new seeds, for the full file and for the pruned one
-MARGIN = 2  # standard deviations of a seed by which the pruned file may then be worse
+MARGIN = 2  # standard deviations between versions with one seed, by which the pruned file may then be worse
 
 
 @dataclass
@@ -185,7 +186,7 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     real, nothing, harmful = count["real"] + count["needed"], count["no evidence"], count["harmful"]
     text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, "
     text += f"{nothing} show{'s' * (nothing == 1)} nothing, {harmful} {'does' if harmful == 1 else 'do'} harm"
-    margin = MARGIN * seed_noise(last)[0]
+    margin = MARGIN * Noise.of([last]).rest
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
         if not (dropped := possible(files, idle, others=False)):

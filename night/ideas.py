@@ -110,8 +110,9 @@ def read_diff(idea: Idea) -> None:
 
 
 def times_as_long(seconds: list[float], before: list[float]) -> float:
-    """Ratio of the medians; 1.0 if either is unknown."""
-    return statistics.median(seconds) / statistics.median(before) if seconds and before else 1.0
+    """How many times as long the fastest run took as the slowest one before, as runs that share a GPU or a CPU take
+    longer; 1.0 if either is unknown."""
+    return min(seconds) / max(before) if seconds and before else 1.0
 
 
 class Noise(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 
 import harness
 from night.records import curve, curve_of, record_of, run_seconds
-from night.rows import arms, baseline, commit_of, experiments, grouped, one_seed, place, seed_noise
+from night.rows import arms, baseline, commit_of, experiments, grouped, in_history, one_seed, place, seed_noise
 from prepare import PrepareError
 
 
@@ -79,12 +79,14 @@ def worst(first: float, scores: np.ndarray) -> float:
 def draw(ax, rows: list[dict]) -> int:
     """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count.
 
-    If there are several seeds, the line, the gains and the title are those of the most frequent one.
+    The line, the gains and the title are those of the most frequent seed and of what was kept on HEAD's branch.
     """
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status, main = np.array([row["status"] for row in rows]), one_seed(rows)
     own, scores = np.array([row in main for row in rows]), y[status != "crash"]
-    kept = (status == "keep") & own
+    merged = [row for row in main if row["status"] == "keep"]
+    merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
+    kept = np.array([row in merged for row in rows])
     first, low = baseline(main)["val_bpb"], scores.min()
     best = y[kept if kept.any() else own & (status != "crash")].min()
     top = worst(first, scores)
@@ -105,24 +107,23 @@ def draw(ax, rows: list[dict]) -> int:
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
-    lines = [
-        part for line in tables(x[own], main) for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]
-    ]
+    texts = tables(x[own], main, merged)
+    lines = [part for line in texts for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
     below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
     ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
     return len(lines)
 
 
-def tables(numbers: np.ndarray, rows: list[dict]) -> list[str]:
-    """Lines of text about the kept experiments and the ten best discarded ones."""
+def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[str]:
+    """Lines of text about the kept experiments and the ten best others."""
     kept, missed, before = [], [], None
     for number, row in zip(numbers, rows, strict=True):
         gain = before - row["val_bpb"] if before else None
         line = f"{number:5}  {row['val_bpb']:7.4f}  {f'{gain:.4f}' if before else '':>7}  {row['description']}"
-        if row["status"] == "keep":
+        if row in merged:
             kept.append(line)
             before = row["val_bpb"]
-        elif row["status"] == "discard" and before:
+        elif row["status"] != "crash" and before:
             missed.append((gain, line))
     lines = ["  no.  val_bpb     gain  kept (gain: over the row above)", *kept]
     if missed:
@@ -147,7 +148,8 @@ def plot_curves(revisions: list[str]) -> None:
             left.plot(seconds, mean, lw=1, label=label)
             right.plot(tokens / 1e6, mean, lw=1)
     if not left.lines:
-        raise PrepareError(f"no row of {' '.join(commits)} has a record in runs/: only `python -m night` writes them")
+        why = "it crashed early, was cleaned up, or was not run by `python -m night`"
+        raise PrepareError(f"no row of {' '.join(commits)} has a loss curve in runs/: {why}")
     losses = [line.get_ydata() for line in left.lines]
     bottom, top = min(loss.min() for loss in losses), max(loss[len(loss) // 10] for loss in losses)
     left.set(xlabel="seconds", ylabel="loss, nats per token", ylim=(bottom - 0.05, top + 0.05))

@@ -10,7 +10,7 @@ from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arms, experiments, good, in_history, num_kept, scores, seed_of
+from night.rows import Label, arms, elsewhere, experiments, good, in_history, num_kept, scores, seed_of
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
@@ -23,7 +23,7 @@ def report(args: argparse.Namespace) -> None:
     kind = start_ray(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
-        raise PrepareError(f"no experiment on {kind.dataset} with this GPU and budget: there is nothing to report")
+        raise PrepareError(f"no experiment on {kind}{elsewhere(experiments()) or ': there is nothing to report'}")
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = in_history([row for row in rows if row["status"] == "keep"])
@@ -64,7 +64,8 @@ def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
     """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows, and
     what was luck."""
     lines = [
-        "First kept: {commit}, {description}. ".format(**first) + "Last kept: {commit}, {description}.".format(**last),
+        f"First kept: {first['commit']}, {Description.parse(first).subject}. "
+        f"Last kept: {last['commit']}, {Description.parse(last).subject}.",
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",

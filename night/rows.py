@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,9 @@ class Kind(NamedTuple):
     dataset: str
     report: bool = False  # rows of a report, or of experiments
     anywhere: bool = False  # in a cluster: any GPU
+
+    def __str__(self) -> str:
+        return f"{self.gpus[0]}{self.setting}, {self.dataset}"
 
     def rows(self) -> list[dict]:
         return [row for row in harness.read_results() if self.holds(row)]
@@ -233,7 +237,16 @@ def reference(kind: Kind) -> str:
 
 
 def print_reference(args: argparse.Namespace) -> None:
-    print(reference(kind_here(args.setting)))
+    kind = kind_here(args.setting)
+    print(reference(kind))
+    if not (kind.rows() or kind._replace(setting="").rows()) and (has := elsewhere(experiments())):
+        print(f"night: this is HEAD, as results.tsv has no row on {kind}{has}", file=sys.stderr)
+
+
+def elsewhere(rows: list[dict]) -> str:
+    """`, but on cpu, 1 M tokens, d: give that budget` of rows' places; "" without rows."""
+    places = sorted({", ".join(place(row)) for row in rows})
+    return f", but on {' and '.join(places)}: give that budget" if places else ""
 
 
 @contextmanager
@@ -274,20 +287,36 @@ def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
         lines[:] = [*rest, *(with_status(lines[i], "keep") for i in better), empty]
 
 
+def discard_by_mean(runs: Collection[tuple[str, str]], base: str, kind: Kind) -> None:
+    """Of ideas that ran with several seeds, discards those whose mean is not below that of `base` with the same seeds
+    on the same GPU: one seed may be lucky. runs: see `name_of`."""
+    with edit_log() as lines:
+        rows = [(i, row) for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)]
+        rows = [(i, row) for i, row in rows if row["status"] != "crash" and name_of(row) in runs]
+        groups = grouped(rows, lambda found: (found[1]["gpu"], found[1]["commit"]))
+        for (gpu, commit), group in groups.items():
+            own, other = (scores([row for _, row in some]) for some in (group, groups.get((gpu, base), [])))
+            changes = [own[seed] - other[seed] for seed in own if seed in other]
+            if commit != base and len(changes) > 1 and statistics.mean(changes) >= 0:
+                for i, _ in group:
+                    lines[i] = with_status(lines[i], "discard")
+
+
 def keep(args: argparse.Namespace) -> None:
-    """Sets a commit's status, `keep` in its last row or `discard` in all of them; prints the new reference."""
+    """Sets a commit's status, `keep` in its last row, which comes to lie behind other kept ones, or `discard` in all of
+    them; prints the new reference."""
     commit, kind = commit_of(args.revision), kind_here(args.setting)
     status = "discard" if args.discard else "keep"
     with edit_log() as lines:
-        rows = enumerate(map(harness.parse_row, lines))
-        found = [i for i, row in rows if row and kind.holds(row) and good([row], commit)]
+        rows = {i: row for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)}
+        found = [i for i, row in rows.items() if good([row], commit)]
         if not found:
-            others = {", ".join(place(row)) for row in good(harness.read_results(), commit)}
-            has = f", but on {' and '.join(sorted(others))}: give that budget" if others else ": train it first"
-            where = f"{kind.gpus[0]}{kind.setting}, {kind.dataset}"
-            raise PrepareError(f"results.tsv has no result of {commit} on {where}{has}")
+            has = elsewhere(good(harness.read_results(), commit)) or ": train it first"
+            raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
         for i in found if args.discard else found[-1:]:
             lines[i] = with_status(lines[i], status)
+        if not args.discard and in_history([rows[i] for i in rows if i > found[-1] and rows[i]["status"] == "keep"]):
+            lines.insert(max(rows), lines.pop(found[-1]))  # the last kept row is the reference
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

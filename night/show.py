@@ -49,6 +49,7 @@ def about_night(rows: list[dict]) -> str:
     lines = [f"# {', '.join(place(rows[0]))}"]
     lines.append(f"{len(rows)} experiments with {len(found)} commits; {num_kept(rows)} kept, {crashed} crashed.")
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
+    score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
     if noise.seed:
         known = f"A seed's standard deviation is {noise.seed:.4f}, by {noise.repeats} repeated runs"
@@ -75,10 +76,11 @@ def about_night(rows: list[dict]) -> str:
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
     tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, noise)}" for idea in group)
-    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the real changes that led to it
+    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
     for idea in group:
         old, new = idea.values[name]
-        if abs(change := idea.change or 0.0) > noise.band(len(idea.changes), idea.same_seed):
+        change = idea.change or 0.0
+        if idea.status == "keep" or abs(change) > noise.band(len(idea.changes), idea.same_seed):
             worth[new] = worth.setdefault(old, 0.0) + change
     return f"- {name}: {tried}; best {min(worth, key=worth.get)}"
 

@@ -30,6 +30,7 @@ from night.rows import (
     Label,
     archive,
     decide,
+    discard_by_mean,
     good,
     grouped,
     name_of,
@@ -204,7 +205,7 @@ class Trainer:
         done = set() if self.args.again else {name_of(row) for row in rows}
         runs = list(dict.fromkeys(runs))
         todo = [run for run in runs if run[:2] not in done]
-        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already (--again repeats them)")
+        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
         ideas = {run.commit for run in runs} - {base[0]}
         for row in rows:
             if row["commit"] == base[0]:  # judge ideas of an interrupted wave that ended before it
@@ -217,6 +218,7 @@ class Trainer:
                 for run, row in self.ended():
                     if run.commit == base[0]:
                         decide(ideas, row, self.kind)
+        discard_by_mean({run[:2] for run in runs}, base[0], self.kind)
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
 

@@ -104,7 +104,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
     told = printed(capsys, plot.plot, revisions=["base", "jumps"])
     assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
-    with pytest.raises(harness.PrepareError, match=r"no row of .* has a record in runs/"):
+    with pytest.raises(harness.PrepareError, match=r"no row of .* has a loss curve in runs/"):
         shutil.rmtree(records.RUNS)
         plot.plot(argparse.Namespace(revisions=["base"]))
     with pytest.raises(harness.PrepareError, match="there is no commit basis"):
@@ -244,9 +244,9 @@ def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, caps
 
 
 def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
-    def best(*tried: tuple[str, str, float]) -> str:
+    def best(*tried: tuple, status: str = "discard") -> str:
         group = [
-            SimpleNamespace(values={"LR": (old, new)}, change=change, changes=[change], same_seed=True, status="keep")
+            SimpleNamespace(values={"LR": (old, new)}, change=change, changes=[change], same_seed=True, status=status)
             for old, new, change in tried
         ]
         return show.knob("LR", group, ideas.Noise(0.0005, 9, 0.0005)).rpartition(" ")[2]
@@ -254,6 +254,7 @@ def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
     assert best(("30", "29", -0.01), ("29", "28", -0.005)) == "28"
     assert best(("30", "29", -0.01), ("29", "28", 0.005), ("29", "27", -0.0005)) == "29"
     assert best(("30", "29", 0.01), ("30", "31", -0.0005)) == "30"
+    assert best(("30", "31", -0.0005), status="keep") == "31", "which is what the reference has"
 
 
 def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_reference_that_crashed(monkeypatch, tmp_path):

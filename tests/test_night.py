@@ -342,8 +342,15 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     assert night.decide() == "keep"
     assert night.experiment("worse", "val_bpb = 1.4") == "discard"
     night.assert_nothing_else_changed()
+    baseline = night.run("git rev-parse --short=7 HEAD~3").strip()
+    assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
-    assert night.run("python -m night reference") == night.run("git rev-parse --short=7 HEAD~3")  # the baseline
+    assert night.run("python -m night reference") == f"{baseline}\n"
+    for command_ in ("reference", "report"):
+        said = night.run(f"python -m night {command_} --tokens 9")
+        assert ("but on cpu" in said) == (command_ == "report"), "the reference of five-minute runs serves, too"
+    (night.folder / "results.tsv").write_text(HEADER + "a\t1.3\t1.0\tkeep\tx\tcpu, 5 M tokens\td\t5.0\n")
+    assert "night: this is HEAD, as results.tsv has no row on cpu, " in night.run("python -m night reference")
 
 
 @pytest.fixture
