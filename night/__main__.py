@@ -97,7 +97,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("revisions", nargs="*", metavar="COMMIT")
     command(page, budget, help="write the whole night to night.html, which works offline")
     command(watch, help="show this clone's active runs until all end")
-    add = command(clean, help="list what discarded and killed runs have left behind")
+    add = command(clean, help="list what discarded and killed runs have left in runs/ and /tmp")
     add("--yes", action="store_true", help="delete it")
 
     args = parser.parse_args(words)

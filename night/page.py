@@ -55,10 +55,13 @@ def entry(number: int, idea: Idea, rows: list[dict], noise: Noise) -> dict:
 
 
 def chart(found: list[Idea], noise: Noise):
-    """Plotly figure: mean val_bpb of each idea's seeds, crashes at the lower edge."""
+    """Plotly figure: val_bpb of each idea with the most frequent seed, else the mean of its seeds; crashes at the lower
+    edge."""
     import plotly.graph_objects as go
 
-    scores = [idea.score for idea in found if idea.scores] or [0.0]
+    usual = statistics.mode([seed for idea in found for seed in idea.scores] or [None])
+    bpb = {idea: idea.scores.get(usual, idea.score) for idea in found}
+    scores = [bpb[idea] for idea in found if idea.scores] or [0.0]
     low, high = min(scores), max(scores)
     top = min(high, low + 2.5 * max(statistics.median(scores) - low, 1e-3))
     margin = 0.05 * (top - low or low)
@@ -66,12 +69,12 @@ def chart(found: list[Idea], noise: Noise):
     for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
         chosen = {number: idea for number, idea in enumerate(found, start=1) if status(idea) == name}
         figure.add_scatter(
-            x=[*chosen], y=[min(top, idea.score or low - margin) for idea in chosen.values()], mode="markers",
+            x=[*chosen], y=[min(top, bpb[idea] or low - margin) for idea in chosen.values()], mode="markers",
             marker=dict(color=color, size=9 if name == "keep" else 6, symbol="x" if name == "crash" else "circle"),
             customdata=[*chosen], hovertext=[hover(idea, noise) for idea in chosen.values()], hoverinfo="text",
             name=f"{len(chosen)} {name}",
         )  # fmt: skip
-    best = [min((other.score for other in found[:n] if other.status == "keep"), default=None) for n in numbers]
+    best = [min((bpb[other] for other in found[:n] if other.status == "keep"), default=None) for n in numbers]
     line = dict(shape="hv", color="#1a7f37")
     figure.add_scatter(x=[*numbers], y=best, mode="lines", line=line, hoverinfo="skip", name="best")
     figure.update_layout(

@@ -309,6 +309,7 @@ def test_the_page_shows_text_as_text_and_lists_every_idea(tmp_path, monkeypatch,
     for i, text in enumerate(["base", hostile, "dead"]):
         row = dict(val_bpb=1.3 - i / 100, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07x}", description=text)
         harness.log_result(**row, reason="killed" * (text == "dead"))
+    harness.log_result(**row | dict(val_bpb=9.0, commit=f"{0:07x}", description="base, seed 1"))
     page.page(SimpleNamespace(setting=""))
     text = (tmp_path / "night.html").read_text("utf-8")
     assert capsys.readouterr().out == f"{tmp_path / 'night.html'}\n"
@@ -316,6 +317,8 @@ def test_the_page_shows_text_as_text_and_lists_every_idea(tmp_path, monkeypatch,
     data = json.loads(re.search(r"const \{ title.*\} = (\{.*\})$", text, re.M)[1])
     assert [idea["subject"] for idea in data["ideas"]] == ["base", hostile, "dead"]
     assert [idea["status"] for idea in data["ideas"]] == ["keep", "keep", "crash"]
+    points = {x: y for trace in data["figure"]["data"][:4] for x, y in zip(trace["x"], trace["y"], strict=True)}
+    assert points[1] == 1.3 and points[2] == 1.29, "with the usual seed, not the mean"
     hovers = [text for trace in data["figure"]["data"] for text in trace.get("hovertext", [])]
     assert len(hovers) == 3 and any("&lt;img" in text for text in hovers)
 

@@ -331,7 +331,9 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_nigh
         assert 15 < float(run.summary["training_seconds"]) < 24
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
     run = clone.run(*args, edit=asks(log=True))
-    assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary["status"] == "keep"
+    assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary[
+        "status"
+    ] == "in results.tsv"
 
 
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
