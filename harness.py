@@ -204,6 +204,11 @@ class Description(NamedTuple):
         return f"{text} [{self.reason}]" if self.reason else text
 
 
+def plain_subject(subject: str) -> str:
+    """A commit's subject whose end does not look like what Description adds."""
+    return re.sub(r", (seed \d+|test \d+\.\d{6})$", r"; \1", subject)
+
+
 def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
     """The command line's settings as a suffix for the GPU's name: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
     name = f" as {gpu}" if gpu else ""
@@ -320,7 +325,7 @@ def git_head(seed: int = SEED) -> tuple[str, str]:
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
         diff = ["git", "-c", "core.fileMode=false", "diff", "--quiet", "HEAD", "--", "train.py"]
         dirty = subprocess.run(diff, cwd=RESULTS.parent, timeout=10).returncode == 1
-        return commit[:7], str(Description(subject + DIFFERS * dirty, seed))
+        return commit[:7], str(Description(plain_subject(subject) + DIFFERS * dirty, seed))
     return "0000000", ""
 
 

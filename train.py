@@ -2,11 +2,11 @@
 Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
 
     python train.py                  # 300 s on the GPU you have; one row in results.tsv
-    python train.py --seconds 30     # a smoke run: never logged
-    python train.py --sample "Once"  # text by the saved weights
+    python train.py --seconds 30     # a smoke run, not logged
+    python train.py --sample "Once"  # text by saved weights
 
 In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
-Data and metric are in prepare.py, clock and log in harness.py, operators in kernels.py.
+Data and metric: prepare.py; clock and log: harness.py; operators: kernels.py.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW
 RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
 GATE_LR = 0.01             # head gates (AdamW)
 ROUTER_LR = 0.003          # routers of the experts (AdamW)
-BALANCE_RATE = 0.01        # step of an expert's routing bias: up if it got too few tokens, else down
+BALANCE_RATE = 0.01        # step of an expert's routing bias: up if it got few tokens, else down
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
@@ -64,12 +64,16 @@ class Config:
     seq_len: int            # tokens
     window: int             # earlier tokens that most heads see; SDPA: length of its pieces
     full_heads: int         # heads with the whole context, in every fourth layer from the last
-    device_batch_size: int  # sequences per forward and backward; fewer when memory runs out
-    total_batch_size: int   # tokens in one optimizer step of a run of TIME_BUDGET
+    device_batch_size: int  # sequences per forward and backward; fewer if memory runs out
+    total_batch_size: int   # tokens per optimizer step of a run of TIME_BUDGET
     ngram_rows: int         # in each table of n-gram embeddings
     num_experts: int = 0    # next to an MLP of half the width; 0: only an MLP of full width
     experts_per_token: int = 1  # each of width 2 * n_embd / this
     vocab_size: int = VOCAB_SIZE
+
+    def __post_init__(self):
+        rest = self.total_batch_size % (self.device_batch_size * self.seq_len)
+        assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {self}"
 
 
 SIZES = (  # from this many FLOP/s on
@@ -105,8 +109,6 @@ def pick_size(gpu: harness.GPU) -> Config:
 
 def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more per token."""
-    rest = config.total_batch_size % (config.device_batch_size * config.seq_len)
-    assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {config}"
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
     if scale == 1:
         return config
@@ -176,7 +178,7 @@ BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 
 
 def fa2(q, k, v, window, shift):
-    """PyTorch's own FlashAttention-2. Whole contexts by SDPA: cuDNN is faster there."""
+    """PyTorch's FlashAttention-2. Whole contexts by SDPA: cuDNN is faster there."""
     T, flash = q.size(1), torch.ops.aten._flash_attention_forward
     if window >= T:
         return sdpa(q, k, v, T, 0)
@@ -513,7 +515,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter with a group's key in its name goes there, any other matrix of a block to Muon."""
+    """A parameter with a group's key in its name goes there, a block's other matrices to Muon."""
     wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
 
     def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):

@@ -93,7 +93,7 @@ def loop(args: argparse.Namespace) -> None:
     begins = all(row["status"] == "crash" or row["commit"] == base[0] for row in night.kind.rows())
     seeds = [harness.SEED, 1, 2] if begins else [harness.SEED]  # a night begins by measuring its noise
     try:
-        while begins and night.may_ask():  # agents think while the reference trains
+        while begins and not night.commits() and night.may_ask():  # agents think while the reference trains
             night.ask()
         if night.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
@@ -159,7 +159,8 @@ class Loop(Trainer):
                 time.sleep(0.2)
             for run, row in self.ended():
                 self.trained += 1
-                self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
+                if self.crashed < CRASHED:  # else the loop is about to end
+                    self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
                 self.settle(*self.commits()[run.commit][:2], row)
             for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
                 self.judge(agent)
@@ -195,7 +196,7 @@ class Loop(Trainer):
         if args.patience and self.dry() >= args.patience:
             return f"{args.patience} experiments without a gain"
         if self.crashed >= CRASHED:
-            return f"{self.crashed} runs in a row crashed"
+            return f"{CRASHED} runs in a row crashed"
         return f"{REFUSED} proposals in a row were refused" if self.refused >= REFUSED else ""
 
     def dry(self) -> int:
@@ -275,7 +276,7 @@ class Loop(Trainer):
         trains = self.propose(agent.n, agent.base, plain(agent.work / "train.py"), agent.idea(), reason)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         if trains:
-            self.refused = 0
+            self.refused, self.next_ask = 0, time.monotonic()
         elif agent.asked >= self.next_ask:  # of agents that fail together, as when their provider is down, one counts
             self.refused += 1
             self.next_ask = time.monotonic() + self.args.pause * (2**self.refused - 1)

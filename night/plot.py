@@ -1,7 +1,9 @@
 """Pictures of a night: results.tsv as progress.png, its arms as arms.png, loss curves as curves.png."""
 
 import argparse
+import subprocess
 import textwrap
+from contextlib import suppress
 
 import numpy as np
 
@@ -85,7 +87,8 @@ def draw(ax, rows: list[dict]) -> int:
     status, main = np.array([row["status"] for row in rows]), one_seed(rows)
     own, scores = np.array([row in main for row in rows]), y[status != "crash"]
     merged = [row for row in main if row["status"] == "keep"]
-    merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
+    with suppress(OSError, subprocess.CalledProcessError):  # no git
+        merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
     kept = np.array([row in merged for row in rows])
     first, low = baseline(main)["val_bpb"], scores.min()
     best = y[kept if kept.any() else own & (status != "crash")].min()

@@ -23,7 +23,7 @@ def report(args: argparse.Namespace) -> None:
     kind = start_ray(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
-        raise PrepareError(f"no experiment on {kind}{elsewhere(experiments()) or ': there is nothing to report'}")
+        raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = in_history([row for row in rows if row["status"] == "keep"])

@@ -209,7 +209,7 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
     log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
     if not log:
         raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
-    return [(line[:7], line[41:]) for line in log.split("\n")]
+    return [(line[:7], harness.plain_subject(line[41:])) for line in log.split("\n")]
 
 
 def branch() -> str:
@@ -239,14 +239,15 @@ def reference(kind: Kind) -> str:
 def print_reference(args: argparse.Namespace) -> None:
     kind = kind_here(args.setting)
     print(reference(kind))
-    if not (kind.rows() or kind._replace(setting="").rows()) and (has := elsewhere(experiments())):
+    if not (kind.rows() or kind._replace(setting="").rows()) and (has := elsewhere(experiments(), kind)):
         print(f"night: this is HEAD, as results.tsv has no row on {kind}{has}", file=sys.stderr)
 
 
-def elsewhere(rows: list[dict]) -> str:
-    """`, but on cpu, 1 M tokens, d: give that budget` of rows' places; "" without rows."""
+def elsewhere(rows: list[dict], kind: Kind) -> str:
+    """`, but on cpu, 1 M tokens, d: give that budget` about rows of other kinds; "" without rows."""
     places = sorted({", ".join(place(row)) for row in rows})
-    return f", but on {' and '.join(places)}: give that budget" if places else ""
+    remedy = ": give that budget" * any(Label.parse(row["gpu"]).setting != kind.setting for row in rows)
+    return f", but on {' and '.join(places)}{remedy}" if places else ""
 
 
 @contextmanager
@@ -311,12 +312,14 @@ def keep(args: argparse.Namespace) -> None:
         rows = {i: row for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)}
         found = [i for i, row in rows.items() if good([row], commit)]
         if not found:
-            has = elsewhere(good(harness.read_results(), commit)) or ": train it first"
+            has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
             raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
         for i in found if args.discard else found[-1:]:
             lines[i] = with_status(lines[i], status)
         if not args.discard and in_history([rows[i] for i in rows if i > found[-1] and rows[i]["status"] == "keep"]):
-            lines.insert(max(rows), lines.pop(found[-1]))  # the last kept row is the reference
+            first = baseline([*rows.values()])["commit"] == commit  # the night's first kept row stays where it is
+            line = lines[found[-1]] if first else lines.pop(found[-1])
+            lines.insert(max(rows) + first, line)  # the last one is the reference
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

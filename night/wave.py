@@ -33,6 +33,7 @@ from night.rows import (
     discard_by_mean,
     good,
     grouped,
+    in_history,
     name_of,
     reference,
     revisions,
@@ -218,7 +219,10 @@ class Trainer:
                 for run, row in self.ended():
                     if run.commit == base[0]:
                         decide(ideas, row, self.kind)
-        discard_by_mean({run[:2] for run in runs}, base[0], self.kind)
+        kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"} - {
+            base[0]
+        }  # earlier in the night
+        discard_by_mean({run[:2] for run in runs if run.commit not in kept}, base[0], self.kind)
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
 

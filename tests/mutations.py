@@ -693,7 +693,7 @@ SECTIONS = [
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
     ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or replaced or whatever_changes"], [
-        ("subject + DIFFERS * dirty", "subject"),
+        ("plain_subject(subject) + DIFFERS * dirty", "subject"),
         ("if path.exists() and os.path.samestat(", "if path.exists() or os.path.samestat("),
         ("(?:, test (\\d+\\.\\d{6}))?", ""),
         ("int(seed or SEED)", "int(seed or 0)"),
@@ -875,7 +875,7 @@ SECTIONS = [
         ("self.trained += bool(rows)", "self.trained += 0"),
         ('            git("checkout", "-q", commit, "--", "train.py")', "            pass"),
         ("[harness.SEED, 1, 2] if begins else", "[harness.SEED] if begins else"),
-        ("while begins and night.may_ask():", "while False:"),
+        ("while begins and not night.commits() and night.may_ask():", "while False:"),
         (".subject[:100].strip()", ".subject[:101].strip()"),
         (".subject.partition(AGAIN)[0][:100]", ".subject[:100]"),
     ]),
@@ -1028,7 +1028,7 @@ SECTIONS = [
         ('"HEAD", commit, "--", "harness.py", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
     ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
-        ("if path not in at_work", "if path"),
+        ("not in working]", "]"),
         ('Path("/proc", owner[1]).exists()', "False"),
         ("if args.yes:", "if True:"),
         ("not in kept]", "in kept]"),

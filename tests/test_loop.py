@@ -205,7 +205,7 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
         ("A" + ",worse" * 15, ["--patience=3"], "3 experiments without a gain"),
         ("A", ["--hours=0"], "the hours are over: 0 proposals"),
         ("hang", ["--agent-limit=1"], r"refused  proposal \d, .*: no proposal within 1 s"),
-        ("typo", [], r"1\d runs in a row crashed"),
+        ("typo", [], "10 runs in a row crashed"),
         ("hang", [], "ended early: 0 proposals so far"),
     ],
 )
@@ -313,7 +313,7 @@ def test_of_agents_that_fail_together_one_counts(tmp_path):
     assert [judge(time.monotonic()) for _ in range(6)] == [(1, pytest.approx(30, abs=1))] * 6
     assert judge(night.next_ask) == (2, pytest.approx(90, abs=1))
     night.propose = lambda *_: True
-    assert judge(night.next_ask)[0] == 0
+    assert judge(0.0) == (0, pytest.approx(0, abs=1))
 
 
 def test_without_its_records_a_night_goes_on(loop):

@@ -344,6 +344,8 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.assert_nothing_else_changed()
     baseline = night.run("git rev-parse --short=7 HEAD~3").strip()
     assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
+    commits = [row["commit"] for row in night.rows()]
+    assert commits[0] == commits[-1] == baseline, "what the night began with is still its first row"
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
     assert night.run("python -m night reference") == f"{baseline}\n"
     for command_ in ("reference", "report"):
@@ -679,6 +681,8 @@ def test_gpu_column_and_description_are_read_as_they_are_written():
         assert [*Description.parse(row)] == parts and str(Description(*parts)) == text
     row = dict(commit="c", status="keep", description="idea, seed 42, test 1.234567")
     assert name_of(row) == ("c", "idea"), "the default seed is the same run, given or not"
+    row["description"] = str(Description(harness.plain_subject("LR 1 -> 2, seed 42"), 7))
+    assert Description.parse(row) == ("LR 1 -> 2; seed 42", 7, None, "")
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\n"])
@@ -694,6 +698,7 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
 @pytest.mark.parametrize("to_beat", [None, 0.0])
 def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(rows, "ROOT", tmp_path)  # no git there
     for seed, score in enumerate(scores):
         row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description=f"你好 $x, seed {seed}")
         harness.log_result(**row, to_beat=to_beat)

@@ -134,9 +134,14 @@ def test_sizes_that_ship_divide(config):
     ids=str,
 )
 def test_sizes_that_cannot_be_are_refused_with_their_values(sizes, reason):
-    config = dataclasses.replace(TINY, **sizes)
     with pytest.raises(AssertionError, match="^" + ".*".join([reason, *(f"{k}={v}," for k, v in sizes.items())])):
-        train_on(*build(train.scale_batch(config, 300)))
+        train_on(*build(dataclasses.replace(TINY, **sizes)))
+
+
+def test_a_batch_that_a_short_run_cannot_divide_is_refused():
+    config = dataclasses.replace(TINY, seq_len=64, total_batch_size=6 * 64)
+    with pytest.raises(AssertionError, match=r"must divide total_batch_size: .* total_batch_size=96,"):
+        train.scale_batch(config, 30)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,15 @@ def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_pa
     assert status["one, seed 0"] == "keep"
 
 
+def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(clone):
+    clone.commit(base="val_bpb = 1.3", idea="val_bpb = 1.2")
+    clone.run("git checkout -q base")
+    clone.finish(clone.wave("idea", *TWO_SLOTS))
+    clone.run("git checkout -q idea")
+    clone.finish(clone.wave("base", "--seeds=42,1", *TWO_SLOTS))
+    assert clone.scores() == {"base": "keep", "idea": "keep", "base, seed 1": "discard", "idea, seed 1": "keep"}
+
+
 def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(clone):
     clone.commit(base="val_bpb = 1.3", idea="val_bpb = 1.2", worse="val_bpb = 1.4")
     clone.run("git checkout -q base")
