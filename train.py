@@ -110,8 +110,6 @@ def pick_size(gpu: harness.GPU) -> Config:
 def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more per token."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
-    if scale == 1:
-        return config
     total_batch_size = max(config.seq_len, int(config.total_batch_size * scale))
     device_batch_size = math.gcd(config.device_batch_size, total_batch_size // config.seq_len)
     return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
