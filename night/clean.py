@@ -21,10 +21,9 @@ def scratch_folder() -> str:
 def clean(args: argparse.Namespace) -> None:
     """Lists records of commits that were not kept, and temporary folders of dead processes; --yes deletes them."""
     kept = {row["commit"] for i, row in enumerate(experiments()) if row["status"] == "keep" or not i}
-    at_work = records.running(3600)  # a slow evaluation is silent for minutes
+    at_work = {records.first_name(path) for path in records.running(3600)}  # a slow evaluation is silent for minutes
     folders = [path for path in sorted(records.RUNS.glob("*-*/")) if path.name.split("-")[0] not in kept]
-    working = {re.sub(r"\.\d+$", "", path.name) for path in at_work}  # with earlier runs of the same name
-    folders = [path for path in folders if re.sub(r"\.\d+$", "", path.name) not in working] + abandoned()
+    folders = [path for path in folders if records.first_name(path) not in at_work] + abandoned()
     sizes = [sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) for folder in folders]
     for folder, size in zip(folders, sizes, strict=True):
         print(f"{size / 1e6:10.3f} MB  {folder}")

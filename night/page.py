@@ -10,7 +10,7 @@ import harness
 import prepare
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import place
+from night.rows import place, usual_seed
 from night.show import gain, last_place
 
 DIFF_LINES, HOVER_LINES = 400, 12  # lines of a diff in the table, and in a tooltip
@@ -59,7 +59,7 @@ def chart(found: list[Idea], noise: Noise):
     edge."""
     import plotly.graph_objects as go
 
-    usual = statistics.mode([seed for idea in found for seed in idea.scores] or [None])
+    usual = usual_seed([row for idea in found for row in idea.rows])
     bpb = {idea: idea.scores.get(usual, idea.score) for idea in found}
     scores = [bpb[idea] for idea in found if idea.scores] or [0.0]
     low, high = min(scores), max(scores)

@@ -37,7 +37,13 @@ def folder_name(commit: str, seed: int, setting: str) -> str:
 
 
 def folders(name: str) -> Iterator[Path]:
+    """Where the record of a first run of that name goes, of a second one, ..., without end."""
     return (RUNS / (name if i == 1 else f"{name}.{i}") for i in itertools.count(1))
+
+
+def first_name(folder: Path) -> str:
+    """The name that all runs of `folders` share."""
+    return re.sub(r"\.\d+$", "", folder.name)
 
 
 def new_folder(name: str) -> Path:

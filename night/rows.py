@@ -101,9 +101,14 @@ def seed_of(row: dict) -> int:
     return Description.parse(row).seed
 
 
+def usual_seed(rows: list[dict]) -> int:
+    """The seed that most scores have."""
+    return statistics.mode([seed_of(row) for row in rows if row["val_bpb"]] or [harness.SEED])
+
+
 def one_seed(rows: list[dict]) -> list[dict]:
-    """The rows with the seed that most scores have: these can be compared."""
-    seed = statistics.mode([seed_of(row) for row in rows if row["val_bpb"]] or [harness.SEED])
+    """The rows with the usual seed: these can be compared."""
+    seed = usual_seed(rows)
     return [row for row in rows if seed_of(row) == seed]
 
 
@@ -265,6 +270,11 @@ def edit_log() -> Iterator[list[str]]:
                 file.write(after)
 
 
+def numbered(lines: list[str], kind: Kind) -> dict[int, dict]:
+    """The rows of a kind among the lines of the log, by line."""
+    return {i: row for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)}
+
+
 def with_status(line: str, status: str) -> str:
     fields = line.split("\t")
     fields[harness.COLUMNS.index("status")] = status
@@ -280,8 +290,8 @@ def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
         return like_base and row["val_bpb"] < base["val_bpb"] and bool(good([row], row["commit"]))
 
     with edit_log() as lines:
-        rows = [harness.parse_row(line) for line in lines]
-        last = {(row["gpu"], *name_of(row)): i for i, row in enumerate(rows) if row and kind.holds(row)}
+        rows = numbered(lines, kind)
+        last = {(row["gpu"], *name_of(row)): i for i, row in rows.items()}
         end = last.get((base["gpu"], *name_of(base)), 0)
         better = [i for i in sorted(last.values()) if i < end and rows[i]["commit"] in ideas and beats_base(rows[i])]
         *rest, empty = [line for i, line in enumerate(lines) if i not in better]  # the log ends with a line break
@@ -292,14 +302,14 @@ def discard_by_mean(runs: Collection[tuple[str, str]], base: str, kind: Kind) ->
     """Of ideas that ran with several seeds, discards those whose mean is not below that of `base` with the same seeds
     on the same GPU: one seed may be lucky. runs: see `name_of`."""
     with edit_log() as lines:
-        rows = [(i, row) for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)]
-        rows = [(i, row) for i, row in rows if row["status"] != "crash" and name_of(row) in runs]
-        groups = grouped(rows, lambda found: (found[1]["gpu"], found[1]["commit"]))
+        rows = numbered(lines, kind)
+        found = [i for i, row in rows.items() if row["status"] != "crash" and name_of(row) in runs]
+        groups = grouped(found, lambda i: (rows[i]["gpu"], rows[i]["commit"]))
         for (gpu, commit), group in groups.items():
-            own, other = (scores([row for _, row in some]) for some in (group, groups.get((gpu, base), [])))
+            own, other = (scores([rows[i] for i in some]) for some in (group, groups.get((gpu, base), [])))
             changes = [own[seed] - other[seed] for seed in own if seed in other]
             if commit != base and len(changes) > 1 and statistics.mean(changes) >= 0:
-                for i, _ in group:
+                for i in group:
                     lines[i] = with_status(lines[i], "discard")
 
 
@@ -309,7 +319,7 @@ def keep(args: argparse.Namespace) -> None:
     commit, kind = commit_of(args.revision), kind_here(args.setting)
     status = "discard" if args.discard else "keep"
     with edit_log() as lines:
-        rows = {i: row for i, row in enumerate(map(harness.parse_row, lines)) if row and kind.holds(row)}
+        rows = numbered(lines, kind)
         found = [i for i, row in rows.items() if good([row], commit)]
         if not found:
             has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"

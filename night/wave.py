@@ -219,10 +219,9 @@ class Trainer:
                 for run, row in self.ended():
                     if run.commit == base[0]:
                         decide(ideas, row, self.kind)
-        kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"} - {
-            base[0]
-        }  # earlier in the night
-        discard_by_mean({run[:2] for run in runs if run.commit not in kept}, base[0], self.kind)
+        earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
+        judged = {run[:2] for run in runs if run.commit == base[0] or run.commit not in earlier}
+        discard_by_mean(judged, base[0], self.kind)
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
 

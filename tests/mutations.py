@@ -741,7 +741,7 @@ SECTIONS = [
         ("found if args.discard else found[-1:]", "found[-1:]"),
         ("found if args.discard else found[-1:]", "found"),
         ("found if args.discard else found[-1:]", "found if args.discard else found[:1]"),
-        ("if row and kind.holds(row)}\n        found", "if row}\n        found"),
+        ("if row and kind.holds(row)}", "if row}"),
         ("for i, row in rows.items() if good([row], commit)]", "for i, row in rows.items() if row['commit'] == commit]"),
         ("if not args.discard and in_history(", "if False and in_history("),
         ("if not args.discard and in_history(", "if not args.discard and list("),
@@ -1029,7 +1029,7 @@ SECTIONS = [
         ('"HEAD", commit, "--", "harness.py", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
     ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
-        ("not in working]", "]"),
+        ("not in at_work] + abandoned", "] + abandoned"),
         ('Path("/proc", owner[1]).exists()', "False"),
         ("if args.yes:", "if True:"),
         ("not in kept]", "in kept]"),

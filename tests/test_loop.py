@@ -150,7 +150,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     output = loop.finish(night)
     assert loop.all_ended(0)
     verdicts = loop.verdicts()
-    proposed = sum(f"{verdict}" != loops.ENDED for verdict in verdicts.values())
+    proposed = sum(verdict != loops.ENDED for verdict in verdicts.values())
     (trained,) = re.findall(rf"^(\d+) runs: {proposed} proposals so far", output, re.M)
     assert len(verdicts) >= proposals and runs <= int(trained) == len(loop.rows()) - 3
 

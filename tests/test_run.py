@@ -324,16 +324,14 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_nigh
     args, gpu, reason = UNLOGGED[name]
     run = clone.run(*args, edit="clock_goes(0.5)")
     assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
-    assert run.summary["status"] == f"not logged: {reason} (python -m night wave logs it)" and run.out.startswith(
-        f"{gpu}, corpus-"
-    ), run
+    assert run.summary["status"] == f"not logged: {reason} (python -m night wave logs it)", run
+    assert run.out.startswith(f"{gpu}, corpus-"), run
     if "20" in args:
         assert 15 < float(run.summary["training_seconds"]) < 24
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
     run = clone.run(*args, edit=asks(log=True))
-    assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)] and run.summary[
-        "status"
-    ] == "in results.tsv"
+    assert [(row["status"], row["gpu"]) for row in clone.rows] == [("keep", gpu)]
+    assert run.summary["status"] == "in results.tsv"
 
 
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
