@@ -12,6 +12,7 @@ from night.records import curve_of, jump, run_seconds
 from night.rows import ROOT, arm, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
+MANY = 8  # so many edits of one file show how long it takes among other runs; see `ideas`
 
 
 class Idea:
@@ -57,6 +58,10 @@ def ideas(rows: list[dict]) -> list[Idea]:
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
+    beside = {}  # by the train.py that they edited: seconds of each idea's fastest run
+    for idea in found:
+        if idea.seconds and idea.commit in blobs:
+            beside.setdefault(blobs[idea.commit][1], []).append(min(idea.seconds))
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
@@ -66,7 +71,10 @@ def ideas(rows: list[dict]) -> list[Idea]:
             edited = [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
-        idea.times = times_as_long(idea.seconds, [second for other in edited for second in other.seconds])
+        seconds = [second for other in edited for second in other.seconds]
+        if len(others := beside.get(parent, ())) >= MANY:  # if most edits take longer, more runs share a GPU
+            seconds.append(statistics.quantiles(others, n=4)[0])
+        idea.times = times_as_long(idea.seconds, seconds)
         if not idea.changes and idea.scores and before:
             idea.changes, idea.same_seed = [idea.score - statistics.mean(before.values())], False
     return found

@@ -25,10 +25,10 @@ from night.clean import scratch_folder
 from night.commits import commit_train, doubts, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
-from night.rows import ROOT, Kind, archive, branch, experiments, git, good, in_history, reference, revisions
+from night.rows import ROOT, Kind, archive, branch, experiments, git, good, in_history, reference, revisions, scores
 from night.run import guard, train_options
 from night.show import about_night
-from night.wave import Trainer, run_of, same_gpus, start_ray
+from night.wave import Run, Trainer, run_of, same_gpus, start_ray
 from prepare import PrepareError
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt; its commit is <branch>-loop/<n>
@@ -131,6 +131,14 @@ class Agent(NamedTuple):
         return f"{self.name}no description"
 
 
+class Gain(NamedTuple):
+    """Proposal n, which beats its base. row: its row."""
+
+    n: int
+    base: str
+    row: dict
+
+
 class Loop(Trainer):
     """A night on HEAD's branch. All state that must survive a restart is in git, results.tsv and PROPOSALS."""
 
@@ -141,6 +149,8 @@ class Loop(Trainer):
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[Agent] = []
+        self.queue: list[tuple[Run, tuple[str, str]]] = []  # for `submit`, when there is a free slot
+        self.gains: list[Gain] = []  # those that wait for `advance`
         self.trained = self.refused = self.crashed = 0  # runs of this night; refusals and crashes in a row
         self.busy = 0.0  # seconds with a run, summed over slots
         self.start = self.next_ask = time.monotonic()
@@ -148,13 +158,14 @@ class Loop(Trainer):
     def work(self) -> None:
         self.start = self.now = time.monotonic()  # hours and busy seconds count from here, without the reference's runs
         self.resume()
-        while self.pending or not self.over():
+        while self.runs() or not self.over():
             if branch() != self.branch:
                 raise PrepareError(f"the night is on {self.branch}: check it out again, and rerun the command")
             if self.over():
                 self.end_agents()
             while self.may_ask():
                 self.ask()
+            self.fill()
             if not self.pending:
                 time.sleep(0.2)
             for run, row in self.ended():
@@ -164,8 +175,18 @@ class Loop(Trainer):
                 self.settle(*self.commits()[run.commit][:2], row)
             for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
                 self.judge(agent)
+            self.advance()
             before, self.now = self.now, time.monotonic()
-            self.busy += (self.now - before) * min(len(self.pending), self.slots)
+            self.busy += (self.now - before) * len(self.pending)
+
+    def fill(self) -> None:
+        """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
+        while self.queue and len(self.pending) < self.slots:
+            few = math.ceil(len(self.runs()) / self.gpus) if self.over() else math.inf
+            self.submit(*self.queue.pop(0), min(few, self.args.per_gpu))
+
+    def runs(self) -> list[Run]:
+        return super().runs() + [run for run, _ in self.queue]
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""
@@ -210,7 +231,7 @@ class Loop(Trainer):
         if len(self.agents) >= self.max_agents or time.monotonic() < self.next_ask or self.over():
             return False
         most = min(self.slots + self.max_agents, (self.args.runs or math.inf) - self.trained)
-        return len(self.agents) + len(self.pending) < most
+        return len(self.agents) + len(self.runs()) < most
 
     def ask(self) -> None:
         """Starts the next agent in a checkout of the reference."""
@@ -304,24 +325,53 @@ class Loop(Trainer):
         self.note(n, f"trains as {commit}")
         run = run_of(commit, subject)
         if run not in self.runs():  # as after a kill between merging a change and noting it
-            self.submit(run, revisions([base])[0])
+            first = 0 if AGAIN in subject else len(self.queue)
+            self.queue.insert(first, (run, revisions([base])[0]))
 
     def settle(self, n: int, base: str, row: dict) -> None:
-        """A result that beats its base becomes the reference. If that has changed meanwhile, the change is merged into
-        the new one and trained again or, if they conflict, the better of the two wins."""
-        verdict, commit, now = row["status"], row["commit"], reference(self.kind)
+        verdict = row["status"]
         if verdict == "keep" and not in_history([row]):
-            both = revert(read_train(now), read_train(commit), read_train(base))  # None: they conflict
-            others = [other["val_bpb"] for other in good(self.kind.rows(), now) if other["gpu"] == row["gpu"]]
-            if base != now and both is not None:
-                again, idea = self.new_number(), Description.parse(row).subject.partition(AGAIN)[0][:100]
-                self.propose(again, now, both, f"{idea}{AGAIN}{now}")
-                verdict += f", and again on {now} as proposal {again}"
-            elif base == now or row["val_bpb"] < min(others, default=0.0):
-                self.move(row)
+            self.gains.append(Gain(n, base, row))
+            verdict = "waits"
+        self.note(n, f"{verdict}: {row['commit']}")
+
+    def advance(self) -> None:
+        """Makes gains the reference, the largest first. A gain over an older reference is merged with the new one and
+        trained again; until that has ended, the others wait, or small gains would overtake a large one again and again.
+        At the end of the night, all gains that wait are merged together."""
+        while self.gains and not any(AGAIN in run.description for run in self.runs()):
+            now = reference(self.kind)
+            self.gains.sort(key=lambda gain: (gain.base == now, self.size(gain)), reverse=True)
+            first = self.gains[0]
+            if first.base == now:
+                self.move(first.row)
+                self.decided("keep", first)
+                continue
+            if self.over() and self.runs():
+                break  # more gains may come
+            text, merged = merge(now, self.gains if self.over() else [first])
+            if first in merged:
+                again, idea = self.new_number(), Description.parse(first.row).subject.partition(AGAIN)[0][:100]
+                others = f" and {len(merged) - 1} more" if len(merged) > 1 else ""
+                self.propose(again, now, text, f"{idea}{others}{AGAIN}{now}")
+                self.decided(f"keep, and again on {now} as proposal {again}", *merged)
+            elif first.row["val_bpb"] < self.score(now):
+                self.move(first.row)
+                self.decided("keep", first)
             else:
-                verdict += f", but it conflicts with {now}, which is better"
-        self.note(n, f"{verdict}: {commit}")
+                self.decided(f"keep, but it conflicts with {now}, which is better", first)
+
+    def decided(self, verdict: str, *gains: Gain) -> None:
+        for gain in gains:
+            self.gains.remove(gain)
+            self.note(gain.n, f"{verdict}: {gain.row['commit']}")
+
+    def size(self, gain: Gain) -> float:
+        return self.score(gain.base) - gain.row["val_bpb"]
+
+    def score(self, commit: str) -> float:
+        """val_bpb with the seed of all experiments; 0.0 if there is none."""
+        return scores(good(self.kind.rows(), commit)).get(harness.SEED, 0.0)
 
     def move(self, row: dict) -> None:
         """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
@@ -379,6 +429,17 @@ def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
     script = f"git init -q && git add -A && git {who} commit -q --no-gpg-sign -m reference"
     subprocess.run(["sh", "-c", script], cwd=work, check=True)
     return work, contents
+
+
+def merge(commit: str, gains: list[Gain]) -> tuple[bytes, list[Gain]]:
+    """A commit's train.py with the changes of those gains that do not conflict with it or with earlier ones; and these
+    gains."""
+    text, merged = read_train(commit), []
+    for gain in gains:
+        both = revert(text, read_train(gain.row["commit"]), read_train(gain.base))  # None: they conflict
+        if both is not None:
+            text, merged = both, [*merged, gain]
+    return text, merged
 
 
 def plain(path: Path) -> bytes:

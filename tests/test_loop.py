@@ -11,7 +11,9 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from merge_gains import simulate
 from test_wave import TWO_SLOTS, Clone
 
 from night import loop as loops
@@ -252,15 +254,129 @@ def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):
     assert loop.run("git rev-parse HEAD").startswith(both["commit"])
 
 
+class Merging:
+    """A loop without git, agents and runs. A train.py is a set of letters, each of which gains its place in the
+    alphabet; so is a commit. Capitals of one letter conflict with small ones."""
+
+    advance, decided, size = loops.Loop.advance, loops.Loop.decided, loops.Loop.size
+    kind = None
+
+    def __init__(self, monkeypatch):
+        self.now, self.gains, self.trains, self.is_over, self.verdicts = "", [], [], False, {}
+        monkeypatch.setattr(loops, "reference", lambda kind: self.now)
+        monkeypatch.setattr(loops, "read_train", set)
+        monkeypatch.setattr(loops, "revert", self.revert)
+
+    def revert(self, text: set, after: set, before: set) -> set | None:
+        both = text | after - before
+        return both if len({letter.lower() for letter in both}) == len(both) else None
+
+    def gain(self, base: str, change: str, subject: str = "") -> None:
+        row = dict(commit=base + change, val_bpb=self.score(base + change), description=subject or change)
+        self.gains.append(loops.Gain(len(self.verdicts) + len(self.gains), base, row | dict(status="keep")))
+
+    def runs(self) -> list:
+        return [SimpleNamespace(description=subject) for subject, _ in self.trains]
+
+    def over(self) -> bool:
+        return self.is_over
+
+    def score(self, commit: str) -> float:
+        return -sum(ord(letter.lower()) - 96 for letter in commit)
+
+    def move(self, row: dict) -> None:
+        self.now = row["commit"]
+
+    def new_number(self) -> int:
+        return 99
+
+    def propose(self, n: int, base: str, text: set, subject: str) -> None:
+        self.trains.append((subject, "".join(sorted(text))))
+
+    def note(self, n: int, verdict: str) -> None:
+        self.verdicts[n] = verdict
+
+
+def test_the_largest_gain_comes_first_and_is_not_overtaken_while_it_is_trained_again(monkeypatch):
+    night = Merging(monkeypatch)
+    night.gain("", "a")
+    night.advance()
+    assert night.now == "a" and night.verdicts == {0: "keep: a"}
+    for change in "bzc":
+        night.gain("", change)
+    night.gain("a", "d")  # the reference itself was edited: at once
+    night.advance()
+    assert night.now == "ad" and night.trains == [("z, again on ad", "adz")]
+    night.gain("ad", "e")
+    night.advance()
+    assert night.now == "ad" and len(night.trains) == 1 and len(night.gains) == 3
+    night.trains.clear()  # z gains on top of d, too
+    night.gain("ad", "z", "z, again on ad")
+    night.advance()
+    assert night.now == "adz" and night.trains == [("e, again on adz", "adez")]
+    assert night.verdicts[2] == "keep, and again on ad as proposal 99: z"
+
+
 def test_a_change_that_is_merged_a_second_time_is_named_after_the_newest_reference_only(monkeypatch):
-    for name, value in dict(reference="newest", in_history=[], read_train=b"", revert=b"").items():
-        monkeypatch.setattr(loops, name, lambda *_, value=value: value)
-    subjects = []
-    night = SimpleNamespace(kind=SimpleNamespace(rows=list), new_number=lambda: 2, note=lambda *_: None)
-    night.propose = lambda n, base, text, subject: subjects.append(subject)
-    row = dict(status="keep", commit="a", gpu="cpu", val_bpb=1.2, description="wider, again on newer")
-    loops.Loop.settle(night, 1, "newer", row)
-    assert subjects == ["wider, again on newest"]
+    night = Merging(monkeypatch)
+    night.now = "c"
+    night.gain("b", "a", "wider, again on b")
+    night.advance()
+    assert night.trains == [("wider, again on c", "ac")]
+
+
+def test_when_the_night_is_over_what_waits_is_merged_together(monkeypatch):
+    """Once all runs have ended. A gain that conflicts with a better one is left out."""
+    night = Merging(monkeypatch)
+    night.now, night.is_over, night.trains = "a", True, [("f", "")]
+    for change in "bdCc":
+        night.gain("", change)
+    night.advance()
+    assert len(night.trains) == 1 and not night.verdicts
+    night.trains.clear()
+    night.advance()
+    assert night.trains == [("d and 2 more, again on a", "Cabd")] and len(night.gains) == 1
+    night.trains, night.now = [], "Cabd"
+    night.advance()
+    assert not night.trains and not night.gains
+    assert night.verdicts[3] == "keep, but it conflicts with Cabd, which is better: c"
+
+
+def test_gains_are_trained_again_before_new_proposals_and_the_last_runs_are_spread_over_all_gpus(monkeypatch):
+    monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
+    submitted, args = [], SimpleNamespace(per_gpu=7)
+    night = SimpleNamespace(queue=[], pending={}, slots=14, gpus=2, args=args, note=lambda *_: None, over=lambda: False)
+    night.runs = lambda: [*submitted, *(run for run, _ in night.queue)]
+
+    def submit(run, base, per_gpu):
+        night.pending[run] = base
+        submitted.append(run)
+        shares.append(per_gpu)
+
+    def accept(*subjects: str) -> list[str]:
+        for subject in subjects:
+            loops.Loop.accept(night, 1, subject, "base", subject)
+        return [run.description for run, _ in night.queue]
+
+    night.submit, shares = submit, []
+    assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
+    loops.Loop.fill(night)
+    assert shares == [7] * 4 and not night.queue
+    night.over, night.slots = lambda: True, 5
+    accept("e", "f")
+    loops.Loop.fill(night)
+    assert shares == [7] * 4 + [3] and len(night.queue) == 1
+    accept(*map(str, range(20)))
+    night.slots = 6
+    loops.Loop.fill(night)
+    assert shares[5:] == [7]
+
+
+def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
+    at_once, now = ([simulate(14, 150, 0.0003, rule, seed) for seed in range(30)] for rule in (True, False))
+    gains, again, late = (np.mean(now, 0) - np.mean(at_once, 0)).tolist()
+    assert gains > 0.005 and again < -30 and late < -8
+    assert simulate(1, 100, 0.001, False, 1) == simulate(1, 100, 0.001, True, 1)
 
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):

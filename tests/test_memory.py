@@ -111,20 +111,42 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
-def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
-    """By its parent's seconds: `more` is as slow as what it edits."""
-    clone.commit(base="val_bpb = 1.3", deep="val_bpb = 1.2", more="val_bpb = 1.1", unknown="val_bpb = 1.0")
+def log_times(clone, monkeypatch, times: dict[str, float | None]) -> list[list[str]]:
+    """Logs a run of each branch, which took so many seconds; returns what is odd about them."""
     at(monkeypatch, clone.folder)
     lines = [harness.HEADER]
-    for name, seconds in (("base", 40.0), ("deep", 60.0), ("more", 62.0), ("unknown", None)):
+    for name, seconds in times.items():
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         lines.append(f"{commit}\t1.200000\t1.0\tkeep\t{name}\tH200 as T4, 62.4 M tokens\tcorpus\t62.4")
         folder = records.new_folder(folder_name(commit, 42, " as T4, 62.4 M tokens"))
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
     rows = harness.read_results()
-    notes = [ideas.oddities(idea, rows) for idea in ideas.ideas(rows)]
-    assert notes == [[], ["takes 1.50 times as long"], [], []]
+    return [ideas.oddities(idea, rows) for idea in ideas.ideas(rows)]
+
+
+def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
+    """By its parent's seconds: `more` is as slow as what it edits."""
+    clone.commit(base="val_bpb = 1.3", deep="val_bpb = 1.2", more="val_bpb = 1.1", unknown="val_bpb = 1.0")
+    times = dict(base=40.0, deep=60.0, more=62.0, unknown=None)
+    assert log_times(clone, monkeypatch, times) == [[], ["takes 1.50 times as long"], [], []]
+
+
+@pytest.mark.parametrize("count", [7, 8])
+def test_ideas_that_share_a_gpu_with_more_runs_than_their_reference_did_are_not_called_slow(clone, monkeypatch, count):
+    """If there are enough of them to tell."""
+    clone.commit(base="val_bpb = 1.3")
+    times = {"base": 40.0}
+    for i in range(count):
+        clone.run("git checkout -q base")
+        clone.commit(**{f"idea{i}": f"val_bpb = 2.{i}"})
+        times[f"idea{i}"] = 80.0 + i % 2
+    times["idea0"] = 160.0
+    notes = log_times(clone, monkeypatch, times)[1:]
+    if count == 7:
+        assert all(notes)
+    else:
+        assert notes[0] == ["takes 2.00 times as long"] and not any(notes[1:])
 
 
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
