@@ -5,6 +5,7 @@ import re
 import statistics
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness import Description
@@ -12,7 +13,7 @@ from night.records import curve_of, jump, run_seconds
 from night.rows import ROOT, arm, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
-MANY = 8  # so many edits of one file show how long it takes among other runs; see `ideas`
+MANY = 8  # so many edits of one file show how long one takes among other runs
 
 
 class Idea:
@@ -36,6 +37,11 @@ class Idea:
     @property
     def change(self) -> float | None:
         return statistics.mean(self.changes) if self.changes else None
+
+    @property
+    def edit(self) -> str:
+        """The changed lines, without where they are."""
+        return "\n".join(line for line in self.diff.split("\n") if line[:1] in ("+", "-"))
 
     @property
     def tuner(self) -> str:
@@ -73,7 +79,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
         seconds = [second for other in edited for second in other.seconds]
         if len(others := beside.get(parent, ())) >= MANY:  # if most edits take longer, more runs share a GPU
-            seconds.append(statistics.quantiles(others, n=4)[0])
+            seconds.append(statistics.median(others))
         idea.times = times_as_long(idea.seconds, seconds)
         if not idea.changes and idea.scores and before:
             idea.changes, idea.same_seed = [idea.score - statistics.mean(before.values())], False
@@ -128,12 +134,19 @@ class Noise(NamedTuple):
 
     seed: float  # over seeds
     repeats: int  # degrees of freedom of that
-    rest: float  # between commits run with the same seed; equal to `seed` below four degrees of freedom
+    rest: float  # of a run, between commits with the same seed; equal to `seed` below four degrees of freedom
 
     @classmethod
-    def of(cls, rows: list[dict]) -> "Noise":
+    def of(cls, rows: list[dict], found: Sequence[Idea] = ()) -> "Noise":
+        """found: the ideas behind the rows. The same edit of several files, with one seed, tells `rest`, too."""
         (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
-        return cls(seed, repeats, rest if freedom >= 4 else seed)
+        squares = rest**2 * freedom
+        single = [idea for idea in found if idea.edit and idea.same_seed and len(idea.changes) == 1]
+        for same in grouped(single, lambda idea: idea.edit).values():
+            changes = [idea.change for idea in same]
+            squares += sum((change - statistics.mean(changes)) ** 2 for change in changes) / 2  # each: of two runs
+            freedom += len(changes) - 1
+        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= 4 else seed)
 
     def band(self, pairs: int = 1, same_seed: bool = True) -> float:
         """Two standard errors of the mean difference of so many pairs of runs."""

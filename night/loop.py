@@ -158,7 +158,7 @@ class Loop(Trainer):
     def work(self) -> None:
         self.start = self.now = time.monotonic()  # hours and busy seconds count from here, without the reference's runs
         self.resume()
-        while self.runs() or not self.over():
+        while self.runs() or self.gains or not self.over():
             if branch() != self.branch:
                 raise PrepareError(f"the night is on {self.branch}: check it out again, and rerun the command")
             if self.over():

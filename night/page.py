@@ -21,7 +21,8 @@ def page(args: argparse.Namespace) -> None:
     from plotly.offline import get_plotlyjs
 
     rows = last_place(args.setting)
-    found, noise = ideas(rows), Noise.of(rows)
+    found = ideas(rows)
+    noise = Noise.of(rows, found)
     data = {
         "title": f"{', '.join(place(rows[0]))}: {len(rows)} experiments",
         "figure": chart(found, noise).to_plotly_json(),

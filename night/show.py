@@ -42,7 +42,8 @@ def last_place(setting: str = "") -> list[dict]:
 
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
-    found, noise = ideas(rows), Noise.of(rows)
+    found = ideas(rows)
+    noise = Noise.of(rows, found)
     kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
     crashed = sum(row["status"] == "crash" for row in rows)

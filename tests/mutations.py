@@ -936,6 +936,16 @@ SECTIONS = [
     ("The report", "night/rows.py", ["test_report.py", "-k", "names or many_seeds or readable"], [
         ('if split == "val" else', "if split else"),
     ]),
+    ("Noise", "night/ideas.py", ["test_memory.py", "-k", "same_edit"], [
+        (" for change in changes) / 2 ", " for change in changes) "),
+        ("freedom += len(changes) - 1", "freedom += len(changes)"),
+        ("if freedom >= 4 else seed)", "if freedom >= 5 else seed)"),
+        ("if idea.edit and idea.same_seed", "if idea.same_seed"),
+        ("if idea.edit and idea.same_seed and", "if idea.edit and"),
+        ("and len(idea.changes) == 1]", "and idea.changes]"),
+        ("squares = rest**2 * freedom", "squares = 0.0"),
+        ('if line[:1] in ("+", "-"))', "if line)"),
+    ]),
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
         ('len({row["commit"] for row in rows if row["status"] == "keep"})', 'sum(row["status"] == "keep" for row in rows)'),
     ]),
@@ -1017,7 +1027,7 @@ SECTIONS = [
     ("What a token costs", "night/ideas.py", ["test_memory.py", "-k", "share_a_gpu"], [
         (">= MANY:", "> MANY:"),
         (">= MANY:", ">= MANY - 1:"),
-        ("n=4)[0])", "n=4)[2])"),
+        ("statistics.median(others)", "max(others)"),
     ]),
     ("What a token costs", "night/report.py", ["test_report.py", "-k", "takes_longer"], [
         ("times_as_long(after, before)) > SLOWER:", "times_as_long(after, before)) > 1.0:"),

@@ -140,7 +140,7 @@ def test_ideas_that_share_a_gpu_with_more_runs_than_their_reference_did_are_not_
     for i in range(count):
         clone.run("git checkout -q base")
         clone.commit(**{f"idea{i}": f"val_bpb = 2.{i}"})
-        times[f"idea{i}"] = 80.0 + i % 2
+        times[f"idea{i}"] = 80.0
     times["idea0"] = 160.0
     notes = log_times(clone, monkeypatch, times)[1:]
     if count == 7:
@@ -251,6 +251,27 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"
     noise = ideas.Noise(0.02, 6, 0.01)
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
+
+
+def test_the_same_edit_of_several_files_tells_the_noise_between_commits_with_one_seed(monkeypatch):
+    """Each change is the difference of two runs. Not counted: means of several seeds, differences between seeds, and
+    commits without a diff."""
+
+    def idea(edit: str, *changes: float, same_seed: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(edit=edit, changes=changes, change=changes[0], same_seed=same_seed)
+
+    monkeypatch.setattr(ideas, "seed_noise", lambda row, same_seed: (0.0, 0) if same_seed else (0.01, 2))
+    luck = random.Random(1)
+    found = [idea(f"+{i // 3}", i // 3 + luck.gauss(0, 0.001 * 2**0.5)) for i in range(900)]
+    odd = [idea("+0", 5.0, 5.0), idea("+1", 5.0, same_seed=False), idea("", 5.0), idea("", 7.0), idea("alone", 7.0)]
+    noise = ideas.Noise.of([{}], found + odd)
+    assert noise == (0.01, 2, pytest.approx(0.001, rel=0.06))
+    assert ideas.Noise.of([{}], found[:6]).rest != 0.01
+    assert ideas.Noise.of([{}], found[:5]).rest == 0.01, "fewer than four degrees of freedom"
+    monkeypatch.setattr(ideas, "seed_noise", lambda row, same_seed: (0.004, 900) if same_seed else (0.01, 2))
+    assert ideas.Noise.of([{}], found).rest == pytest.approx(math.sqrt((900 * 0.004**2 + 600 * 0.001**2) / 1500), 0.01)
+    edited = SimpleNamespace(diff="@@ -1,0 +2 @@ class A:\n+new\n@@ -9 +9 @@ def f()\n-old\n\\ No newline")
+    assert ideas.Idea.edit.fget(edited) == "+new\n-old"
 
 
 def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, capsys):
