@@ -138,7 +138,8 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[dict], found: Sequence[Idea] = ()) -> "Noise":
-        """found: the ideas behind the rows. The same edit of several files, with one seed, tells `rest`, too."""
+        """found: the ideas behind the rows. The same edit of several files, with one seed, tells `rest`, too, but not
+        how much better it suits one seed than another."""
         (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
         squares = rest**2 * freedom
         single = [idea for idea in found if idea.edit and idea.same_seed and len(idea.changes) == 1]
