@@ -3,6 +3,7 @@
 import os
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import partial
 
 from night.rows import git, git_bytes
@@ -49,11 +50,13 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
         text = revert(text, files[i - 1], files[i])
         if text is None:
             return None
-    try:
-        compile(text, "train.py", "exec")
-    except (SyntaxError, ValueError):
-        return None
-    return text
+    return text if compiles(text) else None
+
+
+def compiles(text: bytes) -> bool:
+    with suppress(SyntaxError, ValueError):
+        return bool(compile(text, "train.py", "exec"))
+    return False
 
 
 def group(files: list[bytes], i: int) -> set[int]:

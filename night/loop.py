@@ -22,10 +22,24 @@ import harness
 import prepare
 from harness import Description
 from night.clean import scratch_folder
-from night.commits import commit_train, doubts, read_train, revert
+from night.commits import commit_train, compiles, doubts, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
-from night.rows import ROOT, Kind, archive, branch, experiments, git, good, in_history, reference, revisions, scores
+from night.rows import (
+    ROOT,
+    Kind,
+    archive,
+    branch,
+    experiments,
+    git,
+    good,
+    grouped,
+    in_history,
+    put_last,
+    reference,
+    revisions,
+    scores,
+)
 from night.run import guard, train_options
 from night.show import about_night
 from night.wave import Run, Trainer, run_of, same_gpus, start_ray
@@ -126,7 +140,8 @@ class Agent(NamedTuple):
         texts = plain(self.work / "IDEA") + b"\n" + plain(folder(self.n) / "agent.log")
         for line in texts.decode(errors="replace").splitlines():
             row = dict(description=harness.clean(line), status="keep")
-            if idea := Description.parse(row).subject[:100].strip():  # drops `, seed N`, which a row would add
+            idea = Description.parse(row).subject  # drops `, seed N`, which a row would add
+            if idea := idea.partition(AGAIN)[0][:100].strip():
                 return self.name + idea
         return f"{self.name}no description"
 
@@ -163,9 +178,9 @@ class Loop(Trainer):
                 raise PrepareError(f"the night is on {self.branch}: check it out again, and rerun the command")
             if self.over():
                 self.end_agents()
+            self.fill()
             while self.may_ask():
                 self.ask()
-            self.fill()
             if not self.pending:
                 time.sleep(0.2)
             for run, row in self.ended():
@@ -190,8 +205,9 @@ class Loop(Trainer):
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""
+        known = grouped(self.kind.rows(), lambda row: row["commit"])
         for commit, (n, base, subject) in self.commits().items():
-            rows = [row for row in self.kind.rows() if row["commit"] == commit]
+            rows = known.get(commit, [])
             self.trained += bool(rows)
             if re.match("keep|discard|crash", prepare.read(folder(n) / "verdict.txt")):
                 continue
@@ -214,7 +230,7 @@ class Loop(Trainer):
             return "the hours are over"
         if args.runs and self.trained >= args.runs:
             return f"{self.trained} runs"
-        if args.patience and self.dry() >= args.patience:
+        if args.patience and not (self.gains or self.merging()) and self.dry() >= args.patience:
             return f"{args.patience} experiments without a gain"
         if self.crashed >= CRASHED:
             return f"{CRASHED} runs in a row crashed"
@@ -323,10 +339,8 @@ class Loop(Trainer):
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
         self.note(n, f"trains as {commit}")
-        run = run_of(commit, subject)
-        if run not in self.runs():  # as after a kill between merging a change and noting it
-            first = 0 if AGAIN in subject else len(self.queue)
-            self.queue.insert(first, (run, revisions([base])[0]))
+        first = 0 if AGAIN in subject else len(self.queue)
+        self.queue.insert(first, (run_of(commit, subject), revisions([base])[0]))
 
     def settle(self, n: int, base: str, row: dict) -> None:
         verdict = row["status"]
@@ -339,7 +353,11 @@ class Loop(Trainer):
         """Makes gains the reference, the largest first. A gain over an older reference is merged with the new one and
         trained again; until that has ended, the others wait, or small gains would overtake a large one again and again.
         At the end of the night, all gains that wait are merged together."""
-        while self.gains and not any(AGAIN in run.description for run in self.runs()):
+        while self.gains and not self.merging():
+            kept = {row["commit"] for row in self.kind.rows() if row["status"] == "keep"}
+            if dropped := [gain for gain in self.gains if gain.row["commit"] not in kept]:
+                self.decided("discard", *dropped)  # by a person
+                continue
             now = reference(self.kind)
             self.gains.sort(key=lambda gain: (gain.base == now, self.size(gain)), reverse=True)
             first = self.gains[0]
@@ -361,6 +379,9 @@ class Loop(Trainer):
             else:
                 self.decided(f"keep, but it conflicts with {now}, which is better", first)
 
+    def merging(self) -> bool:
+        return any(AGAIN in run.description for run in self.runs())
+
     def decided(self, verdict: str, *gains: Gain) -> None:
         for gain in gains:
             self.gains.remove(gain)
@@ -375,7 +396,8 @@ class Loop(Trainer):
 
     def move(self, row: dict) -> None:
         """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
-        commit, head = row["commit"], git("rev-parse", "HEAD")
+        commit, head, now = row["commit"], git("rev-parse", "HEAD"), reference(self.kind)
+        put_last(commit, self.kind)
         night = (row["commit"] for row in in_history(self.kind.rows()))  # if git could not write it before
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit, *night)):
             try:
@@ -387,7 +409,7 @@ class Loop(Trainer):
         if (shared := git("merge-base", head, commit)) == head:
             git("update-ref", "-m", "night loop", f"refs/heads/{self.branch}", commit, head)
         else:  # somebody has committed meanwhile: merge, with the kept train.py
-            if read_train(head) != read_train(shared) and not good(self.kind.rows(), head[:7]):
+            if read_train(head) not in (read_train(shared), read_train(now)):
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             commit_train(head, read_train(commit), f"keep {row['description']}", self.branch, commit)
 
@@ -432,12 +454,12 @@ def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
 
 
 def merge(commit: str, gains: list[Gain]) -> tuple[bytes, list[Gain]]:
-    """A commit's train.py with the changes of those gains that do not conflict with it or with earlier ones; and these
-    gains."""
+    """A commit's train.py with the changes of those gains that do not conflict with it or with earlier ones, and still
+    compile; and these gains."""
     text, merged = read_train(commit), []
     for gain in gains:
         both = revert(text, read_train(gain.row["commit"]), read_train(gain.base))  # None: they conflict
-        if both is not None:
+        if both is not None and compiles(both):
             text, merged = both, [*merged, gain]
     return text, merged
 

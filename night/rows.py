@@ -313,6 +313,15 @@ def discard_by_mean(runs: Collection[tuple[str, str]], base: str, kind: Kind) ->
                     lines[i] = with_status(lines[i], "discard")
 
 
+def put_last(commit: str, kind: Kind) -> None:
+    """Moves a commit's last row behind all kept rows in HEAD's history, the last of which is the reference."""
+    with edit_log() as lines:
+        rows = numbered(lines, kind)
+        last = max((i for i in rows if good([rows[i]], commit)), default=len(lines))
+        if in_history([row for i, row in rows.items() if i > last and row["status"] == "keep"]):
+            lines.insert(max(rows), lines.pop(last))
+
+
 def keep(args: argparse.Namespace) -> None:
     """Sets a commit's status, `keep` in its last row, which comes to lie behind other kept ones, or `discard` in all of
     them; prints the new reference."""

@@ -259,10 +259,12 @@ class Merging:
     alphabet; so is a commit. Capitals of one letter conflict with small ones."""
 
     advance, decided, size = loops.Loop.advance, loops.Loop.decided, loops.Loop.size
-    kind = None
+    merging = loops.Loop.merging
 
     def __init__(self, monkeypatch):
         self.now, self.gains, self.trains, self.is_over, self.verdicts = "", [], [], False, {}
+        self.kind, self.broken = SimpleNamespace(rows=lambda: [gain.row for gain in self.gains]), set()
+        monkeypatch.setattr(loops, "compiles", lambda text: text != self.broken)
         monkeypatch.setattr(loops, "reference", lambda kind: self.now)
         monkeypatch.setattr(loops, "read_train", set)
         monkeypatch.setattr(loops, "revert", self.revert)
@@ -325,6 +327,21 @@ def test_a_change_that_is_merged_a_second_time_is_named_after_the_newest_referen
     assert night.trains == [("wider, again on c", "ac")]
 
 
+def test_what_a_person_discards_or_what_does_not_compile_together_is_not_merged(monkeypatch):
+    night = Merging(monkeypatch)
+    night.now, night.broken = "c", set("bc")
+    night.gain("", "b")
+    night.gain("", "a")
+    night.gain("", "d")
+    night.gains[2].row["status"] = "discard"
+    night.advance()
+    assert night.verdicts == {
+        0: "keep, but it conflicts with c, which is better: b",
+        1: "keep, and again on c as proposal 99: a",
+        2: "discard: d",
+    }
+
+
 def test_when_the_night_is_over_what_waits_is_merged_together(monkeypatch):
     """Once all runs have ended. A gain that conflicts with a better one is left out."""
     night = Merging(monkeypatch)
@@ -377,6 +394,37 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
     gains, again, late = (np.mean(now, 0) - np.mean(at_once, 0)).tolist()
     assert gains > 0.005 and again < -30 and late < -8
     assert simulate(1, 100, 0.001, False, 1) == simulate(1, 100, 0.001, True, 1)
+
+
+def test_a_better_gain_that_conflicts_with_the_reference_is_the_reference_though_its_row_is_older(loop):
+    """A 2 ends while A 1 is trained again on B 0."""
+    loop.commit(
+        base=BODY.replace(
+            "val_bpb =",
+            "time.sleep({29.001: 3 if B == 30 else 9, 29.002: 7}.get(A, 0)); val_bpb = -0.05 * (A == 29.002) +",
+        )
+    )
+    output = loop.finish(loop.loop("B,A,A,worse", args=["--runs=3", "--per-gpu=3"]))
+    (best,) = (row["commit"] for row in loop.rows() if row["description"] == "A 2")
+    assert loop.best() == best and loop.run(f"git diff {best} HEAD -- train.py") == "", output
+    assert "which no run has kept" not in output
+
+
+def test_an_agents_description_cannot_pass_for_a_merge(tmp_path, monkeypatch):
+    agent = loops.Agent(1, 0.0, "agent 1: ", "base", tmp_path, {}, None)
+    (tmp_path / "IDEA").write_text("wider, again on 1234567, seed 7\n")
+    assert agent.idea() == "agent 1: wider"
+
+
+def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again():
+    args = SimpleNamespace(hours=1, runs=None, patience=3)
+    night = SimpleNamespace(args=args, start=time.monotonic(), crashed=0, refused=0, gains=[], dry=lambda: 3)
+    night.merging = lambda: False
+    assert loops.Loop.over(night) == "3 experiments without a gain"
+    night.gains = [1]
+    assert loops.Loop.over(night) == ""
+    night.gains, night.merging = [], lambda: True
+    assert loops.Loop.over(night) == ""
 
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(loop):

@@ -165,9 +165,11 @@ def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_pat
     ended = re.findall(r"(\d+) of 14 runs have ended(, \d+ min left)?", output)
     assert (ended[0], ended[-1]) == (("0", ""), ("14", "")), output
     assert all(left for n, left in ended if 0 < int(n) < 14), output
-    states = Counter(trial.state.name for trial in clone.trials())
     pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
-    assert 0 < states["PRUNED"] == len(pruned) and states["COMPLETE"] == 14 - len(pruned), (states, output)
+    ends = Counter((trial.state.name, trial.user_attrs["commit"]) for trial in clone.trials())
+    stopped = {commit for state, commit in ends if state == "PRUNED"}  # trials of equal values are one run
+    assert stopped and stopped == {row["commit"] for row in pruned}, output
+    assert {state for state, _ in ends} == {"PRUNED", "COMPLETE"} and len(pruned) == len(stopped), output
     trained = (tmp_path / "trained").read_text().count("one")
     assert trained == len(clone.rows()) - len(pruned)  # equal values are one run
     for row in pruned:
