@@ -64,10 +64,8 @@ def ideas(rows: list[dict]) -> list[Idea]:
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
-    beside = {}  # by the train.py that they edited: seconds of each idea's fastest run
-    for idea in found:
-        if idea.seconds and idea.commit in blobs:
-            beside.setdefault(blobs[idea.commit][1], []).append(min(idea.seconds))
+    timed = [idea for idea in found if idea.seconds and idea.commit in blobs]
+    beside = grouped(timed, lambda idea: blobs[idea.commit][1])  # by the train.py that they edited
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
@@ -79,7 +77,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
         seconds = [second for other in edited for second in other.seconds]
         if len(others := beside.get(parent, ())) >= MANY:  # if most edits take longer, more runs share a GPU
-            seconds.append(statistics.median(others))
+            seconds.append(statistics.median(min(other.seconds) for other in others))
         idea.times = times_as_long(idea.seconds, seconds)
         if not idea.changes and idea.scores and before:
             idea.changes, idea.same_seed = [idea.score - statistics.mean(before.values())], False

@@ -35,10 +35,10 @@ from night.rows import (
     good,
     grouped,
     in_history,
-    put_last,
     reference,
     revisions,
     scores,
+    set_status,
 )
 from night.run import guard, train_options
 from night.show import about_night
@@ -147,11 +147,12 @@ class Agent(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """Proposal n, which beats its base. row: its row."""
+    """Proposal n, which beats its base by `size` bits per byte. row: its row."""
 
     n: int
     base: str
     row: dict
+    size: float
 
 
 class Loop(Trainer):
@@ -197,8 +198,8 @@ class Loop(Trainer):
     def fill(self) -> None:
         """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
         while self.queue and len(self.pending) < self.slots:
-            few = math.ceil(len(self.runs()) / self.gpus) if self.over() else math.inf
-            self.submit(*self.queue.pop(0), min(few, self.args.per_gpu))
+            per_gpu = self.per_gpu(len(self.runs()) if self.over() else self.slots)
+            self.submit(*self.queue.pop(0), per_gpu)
 
     def runs(self) -> list[Run]:
         return super().runs() + [run for run, _ in self.queue]
@@ -345,7 +346,7 @@ class Loop(Trainer):
     def settle(self, n: int, base: str, row: dict) -> None:
         verdict = row["status"]
         if verdict == "keep" and not in_history([row]):
-            self.gains.append(Gain(n, base, row))
+            self.gains.append(Gain(n, base, row, self.score(base) - row["val_bpb"]))
             verdict = "waits"
         self.note(n, f"{verdict}: {row['commit']}")
 
@@ -359,7 +360,7 @@ class Loop(Trainer):
                 self.decided("discard", *dropped)  # by a person
                 continue
             now = reference(self.kind)
-            self.gains.sort(key=lambda gain: (gain.base == now, self.size(gain)), reverse=True)
+            self.gains.sort(key=lambda gain: (gain.base == now, gain.size), reverse=True)
             first = self.gains[0]
             if first.base == now:
                 self.move(first.row)
@@ -387,9 +388,6 @@ class Loop(Trainer):
             self.gains.remove(gain)
             self.note(gain.n, f"{verdict}: {gain.row['commit']}")
 
-    def size(self, gain: Gain) -> float:
-        return self.score(gain.base) - gain.row["val_bpb"]
-
     def score(self, commit: str) -> float:
         """val_bpb with the seed of all experiments; 0.0 if there is none."""
         return scores(good(self.kind.rows(), commit)).get(harness.SEED, 0.0)
@@ -397,7 +395,7 @@ class Loop(Trainer):
     def move(self, row: dict) -> None:
         """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
         commit, head, now = row["commit"], git("rev-parse", "HEAD"), reference(self.kind)
-        put_last(commit, self.kind)
+        set_status(commit, self.kind, "keep")  # its row may be older than that of the reference
         night = (row["commit"] for row in in_history(self.kind.rows()))  # if git could not write it before
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit, *night)):
             try:

@@ -313,32 +313,29 @@ def discard_by_mean(runs: Collection[tuple[str, str]], base: str, kind: Kind) ->
                     lines[i] = with_status(lines[i], "discard")
 
 
-def put_last(commit: str, kind: Kind) -> None:
-    """Moves a commit's last row behind all kept rows in HEAD's history, the last of which is the reference."""
-    with edit_log() as lines:
-        rows = numbered(lines, kind)
-        last = max((i for i in rows if good([rows[i]], commit)), default=len(lines))
-        if in_history([row for i, row in rows.items() if i > last and row["status"] == "keep"]):
-            lines.insert(max(rows), lines.pop(last))
-
-
-def keep(args: argparse.Namespace) -> None:
+def set_status(commit: str, kind: Kind, status: str) -> bool:
     """Sets a commit's status, `keep` in its last row, which comes to lie behind other kept ones, or `discard` in all of
-    them; prints the new reference."""
-    commit, kind = commit_of(args.revision), kind_here(args.setting)
-    status = "discard" if args.discard else "keep"
+    them; returns whether it has a row."""
     with edit_log() as lines:
         rows = numbered(lines, kind)
         found = [i for i, row in rows.items() if good([row], commit)]
-        if not found:
-            has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
-            raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
-        for i in found if args.discard else found[-1:]:
+        for i in found[-1:] if status == "keep" else found:
             lines[i] = with_status(lines[i], status)
-        if not args.discard and in_history([rows[i] for i in rows if i > found[-1] and rows[i]["status"] == "keep"]):
+        later = [rows[i] for i in rows if found and i > found[-1] and rows[i]["status"] == "keep"]
+        if status == "keep" and in_history(later):
             first = baseline([*rows.values()])["commit"] == commit  # the night's first kept row stays where it is
             line = lines[found[-1]] if first else lines.pop(found[-1])
             lines.insert(max(rows) + first, line)  # the last one is the reference
+    return bool(found)
+
+
+def keep(args: argparse.Namespace) -> None:
+    """Sets a commit's status and prints the new reference."""
+    commit, kind = commit_of(args.revision), kind_here(args.setting)
+    status = "discard" if args.discard else "keep"
+    if not set_status(commit, kind, status):
+        has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
+        raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

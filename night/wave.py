@@ -211,7 +211,7 @@ class Trainer:
         for row in rows:
             if row["commit"] == base[0]:  # judge ideas of an interrupted wave that ended before it
                 decide(ideas, row, self.kind)
-        per_gpu = min(self.args.per_gpu, math.ceil(len(todo) / self.gpus))
+        per_gpu = self.per_gpu(len(todo))
         with self.at_work(len(todo)):
             for run in todo:
                 self.submit(run, base, per_gpu)
@@ -224,6 +224,10 @@ class Trainer:
         discard_by_mean(judged, base[0], self.kind)
         last = {name_of(row): row for row in self.kind.rows()}
         return [last[run[:2]] for run in runs if run[:2] in last]
+
+    def per_gpu(self, runs: int) -> int:
+        """How many of so many runs each GPU should take."""
+        return min(self.args.per_gpu, math.ceil(runs / self.gpus))
 
     def submit(self, run: Run, base: tuple[str, str], per_gpu: int | None = None) -> None:
         """Queues a run. base: commit and subject of the revision that it has to beat. per_gpu: if few runs are queued,

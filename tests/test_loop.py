@@ -258,8 +258,7 @@ class Merging:
     """A loop without git, agents and runs. A train.py is a set of letters, each of which gains its place in the
     alphabet; so is a commit. Capitals of one letter conflict with small ones."""
 
-    advance, decided, size = loops.Loop.advance, loops.Loop.decided, loops.Loop.size
-    merging = loops.Loop.merging
+    advance, decided, merging = loops.Loop.advance, loops.Loop.decided, loops.Loop.merging
 
     def __init__(self, monkeypatch):
         self.now, self.gains, self.trains, self.is_over, self.verdicts = "", [], [], False, {}
@@ -275,7 +274,8 @@ class Merging:
 
     def gain(self, base: str, change: str, subject: str = "") -> None:
         row = dict(commit=base + change, val_bpb=self.score(base + change), description=subject or change)
-        self.gains.append(loops.Gain(len(self.verdicts) + len(self.gains), base, row | dict(status="keep")))
+        n, size = len(self.verdicts) + len(self.gains), self.score(base) - row["val_bpb"]
+        self.gains.append(loops.Gain(n, base, row | dict(status="keep"), size))
 
     def runs(self) -> list:
         return [SimpleNamespace(description=subject) for subject, _ in self.trains]
@@ -375,7 +375,7 @@ def test_gains_are_trained_again_before_new_proposals_and_the_last_runs_are_spre
             loops.Loop.accept(night, 1, subject, "base", subject)
         return [run.description for run, _ in night.queue]
 
-    night.submit, shares = submit, []
+    night.submit, night.per_gpu, shares = submit, lambda runs: loops.Loop.per_gpu(night, runs), []
     assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
     loops.Loop.fill(night)
     assert shares == [7] * 4 and not night.queue

@@ -60,11 +60,17 @@ class Kept(NamedTuple):
         return file @ self.ideas - file[..., self.pairs].all(-1) @ lost
 
 
-def night(case: Case, rule: Rule, rng: np.random.Generator) -> Kept:
-    budget = round(rule.night * case.runs)
-    u, size = rng.random(budget), rng.exponential(size=budget)
+def draw(case: Case, number: int, rng: np.random.Generator) -> np.ndarray:
+    """(number,) effects of ideas, positive is better."""
+    u, size = rng.random(number), rng.exponential(size=number)
     ideas = np.where(u < case.helps, 0.0025 * size, np.where(u < case.helps + 0.28, 0, -0.004 * size))
     ideas[u > 1 - case.rare] = 0.01
+    return ideas
+
+
+def night(case: Case, rule: Rule, rng: np.random.Generator) -> Kept:
+    budget = round(rule.night * case.runs)
+    ideas = draw(case, budget, rng)
     helpful = np.flatnonzero(ideas > 0)
     pairs = helpful[: len(helpful) // 2 * 2 * case.overlap].reshape(-1, 2)
     noise = iter(rng.normal(0, case.sd, budget + 100 * case.wave))  # the last wave may exceed the budget

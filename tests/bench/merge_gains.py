@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from keep_rules import Case, draw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from night import loop as loops
@@ -29,13 +30,11 @@ GIT["compiles"] = lambda file: True
 class Night:
     """A loop without git, agents and runs."""
 
-    advance, decided, size = loops.Loop.advance, loops.Loop.decided, loops.Loop.size
-    merging = loops.Loop.merging
+    advance, decided, merging = loops.Loop.advance, loops.Loop.decided, loops.Loop.merging
 
     def __init__(self, slots: int, runs: int, sd: float, at_once: bool, seed: int):
         rng = np.random.default_rng(seed)
-        u, size = rng.random(runs), rng.exponential(size=runs)
-        self.ideas = np.where(u < 0.12, 0.0025 * size, np.where(u < 0.4, 0, -0.004 * size))  # positive is better
+        self.ideas = draw(Case(), runs, rng)
         self.now, self.kind, self.left = BASELINE, self, runs
         self.gains, self.scores = [], {BASELINE: rng.normal(0, sd)}
         self.queue, self.training, self.again, self.late = [], [], 0, 0
@@ -55,7 +54,7 @@ class Night:
             self.scores[file] = rng.normal(-self.truth(file), sd)
             if self.scores[file] < self.scores[base]:
                 row = dict(commit=file, val_bpb=self.scores[file], description="idea", status="keep")
-                self.gains.append(loops.Gain(0, base, row))
+                self.gains.append(loops.Gain(0, base, row, self.scores[base] - self.scores[file]))
             if not at_once:
                 self.advance()
             elif self.gains:
