@@ -174,7 +174,7 @@ class Loop(Trainer):
     def work(self) -> None:
         self.start = self.now = time.monotonic()  # hours and busy seconds count from here, without the reference's runs
         self.resume()
-        while self.runs() or self.gains or not self.over():
+        while self.pending or self.due() or self.gains or not self.over():
             if branch() != self.branch:
                 raise PrepareError(f"the night is on {self.branch}: check it out again, and rerun the command")
             if self.over():
@@ -197,9 +197,13 @@ class Loop(Trainer):
 
     def fill(self) -> None:
         """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
-        while self.queue and len(self.pending) < self.slots:
-            per_gpu = self.per_gpu(len(self.runs()) if self.over() else self.slots)
-            self.submit(*self.queue.pop(0), per_gpu)
+        while (due := self.due()) and len(self.pending) < self.slots:
+            self.queue.remove(due[0])
+            self.submit(*due[0], self.per_gpu(len(self.pending) + len(due) if self.over() else self.slots))
+
+    def due(self) -> list[tuple[Run, tuple[str, str]]]:
+        """The queue; at the end of the night, only merged gains. The next loop trains what remains."""
+        return [item for item in self.queue if AGAIN in item[0].description or not self.over()]
 
     def runs(self) -> list[Run]:
         return super().runs() + [run for run, _ in self.queue]
@@ -366,7 +370,7 @@ class Loop(Trainer):
                 self.move(first.row)
                 self.decided("keep", first)
                 continue
-            if self.over() and self.runs():
+            if self.over() and self.pending:
                 break  # more gains may come
             text, merged = merge(now, self.gains if self.over() else [first])
             if first in merged:
@@ -422,7 +426,8 @@ class Loop(Trainer):
     def summary(self) -> str:
         count = Counter(re.match(r"\w*", verdict)[0] for verdict in self.verdicts() if verdict.strip() != ENDED)
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
-        text = f"\n{self.over() or 'ended early'}: {sum(count.values())} proposals so far, {found}.\n"
+        text = f"\n{self.over() or 'ended early'}: {sum(count.values())} proposals so far, {found}"
+        text += f", {count['trains']} not trained.\n"
         if self.busy:
             seconds = time.monotonic() - self.start
             used = self.busy / self.slots / seconds

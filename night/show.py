@@ -76,7 +76,8 @@ def about_night(rows: list[dict]) -> str:
 
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    tried = ", ".join(f"{' -> '.join(idea.values[name])} {gain(idea, noise)}" for idea in group)
+    edits = grouped(group, lambda idea: " -> ".join(idea.values[name]))
+    tried = ", ".join(" ".join([edit, *(gain(idea, noise) for idea in same)]) for edit, same in edits.items())
     worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
     for idea in group:
         old, new = idea.values[name]

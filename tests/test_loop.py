@@ -280,6 +280,8 @@ class Merging:
     def runs(self) -> list:
         return [SimpleNamespace(description=subject) for subject, _ in self.trains]
 
+    pending = property(runs)
+
     def over(self) -> bool:
         return self.is_over
 
@@ -359,7 +361,7 @@ def test_when_the_night_is_over_what_waits_is_merged_together(monkeypatch):
     assert night.verdicts[3] == "keep, but it conflicts with Cabd, which is better: c"
 
 
-def test_gains_are_trained_again_before_new_proposals_and_the_last_runs_are_spread_over_all_gpus(monkeypatch):
+def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_spread_over_all_gpus(monkeypatch):
     monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
     submitted, args = [], SimpleNamespace(per_gpu=7)
     night = SimpleNamespace(queue=[], pending={}, slots=14, gpus=2, args=args, note=lambda *_: None, over=lambda: False)
@@ -376,17 +378,18 @@ def test_gains_are_trained_again_before_new_proposals_and_the_last_runs_are_spre
         return [run.description for run, _ in night.queue]
 
     night.submit, night.per_gpu, shares = submit, lambda runs: loops.Loop.per_gpu(night, runs), []
+    night.due = lambda: loops.Loop.due(night)
     assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
     loops.Loop.fill(night)
     assert shares == [7] * 4 and not night.queue
-    night.over, night.slots = lambda: True, 5
-    accept("e", "f")
+    night.over = lambda: True
+    accept("e", "f", "g, again on f", "h, again on f")
+    night.slots = 5
     loops.Loop.fill(night)
-    assert shares == [7] * 4 + [3] and len(night.queue) == 1
-    accept(*map(str, range(20)))
-    night.slots = 6
+    assert shares == [7] * 4 + [3] and accept() == ["g, again on f", "e", "f"]
+    night.slots = 14
     loops.Loop.fill(night)
-    assert shares[5:] == [7]
+    assert shares == [7] * 4 + [3, 3] and accept() == ["e", "f"]
 
 
 def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
@@ -497,7 +500,10 @@ def test_a_loop_ends_when_another_branch_is_checked_out_and_goes_on_when_its_own
     output = loop.finish(night, code=1)
     assert output.endswith("night: the night is on autoresearch/mar5: check it out again, and rerun the command\n")
     loop.run("git checkout -q autoresearch/mar5")
-    loop.finish(loop.loop("worse", args=["--runs=6"]))
+    rows = loop.rows()
+    output = loop.finish(loop.loop("worse", args=["--hours=0"]))  # starts no run
+    assert loop.rows() == rows and re.search("^the hours are over: .* [1-4] not trained", output, re.M)
+    loop.finish(loop.loop("worse", args=["--runs=6"]))  # trains these first
     bases = loop.run("git for-each-ref --format='%(parent)' refs/heads/autoresearch/mar5-loop/").split()
     assert len(loop.verdicts()) >= 6 and {*bases} == {loop.run("git rev-parse autoresearch/mar5").strip()}
 

@@ -246,6 +246,10 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed. `~` marks" in told
     assert "with one seed, below 0.0011." in told
     assert "- DEPTH: 3 -> 5 -0.0050; best 5\n" in told, "noise only if each seed had its own luck"
+    commit("again, seed 42", 1.296, "DEPTH = 3", "DEPTH = 5")
+    told = printed(capsys, show.show, revision=None, setting="", md=True)
+    assert "- DEPTH: 3 -> 5 -0.0050 -0.0040; best 5\n" in told
+    clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     other = commit("seed 7 alone, seed 7", 1.295, "LR = 0.1", "LR = 0.3")
     told = printed(capsys, show.show, revision=None, setting="", md=True)
     assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"

@@ -70,6 +70,10 @@ class Night:
     def runs(self) -> list:
         return [SimpleNamespace(description=text) for *_, text in (*self.queue, *self.training)]
 
+    @property
+    def pending(self) -> list:
+        return self.training
+
     def rows(self) -> list[dict]:
         return [gain.row for gain in self.gains]
 

@@ -7,6 +7,7 @@ night can be tried out, and timed: at its end the loop prints for how much of th
 """
 
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -93,11 +94,12 @@ EDITS |= {
 
 
 def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
-    """A description that is not in the prompt, and a train.py."""
-    fitting = {what: pair for what, pair in EDITS.items() if what not in prompt and source.count(pair[0].encode()) == 1}
-    if fitting and random.random() < 0.5:
-        what, (old, new) = random.choice([*fitting.items()])
-        return what, source.replace(old.encode(), new.encode())
+    """A description and a train.py that, by the prompt, nobody has tried."""
+    for what in random.sample([*EDITS], len(EDITS)) if random.random() < 0.5 else ():
+        old, new = (text.encode() for text in EDITS[what])
+        text = source.replace(old, new)
+        if what not in prompt and source.count(old) == 1 and moved(source, text) not in prompt:
+            return what, text
     knobs = read_knobs(source, peak=0.0, searched=())  # no sizes
     while True:
         knob = random.choice(knobs)
@@ -106,6 +108,13 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
         what = f"{knob.name} {knob.text} -> {knob.literal(drawn)}"
         if drawn != knob.value and what not in prompt:
             return what, edit(source, {knob: drawn})
+
+
+def moved(source: bytes, text: bytes) -> str:
+    """How the prompt lists an edit that moves a constant: `12.0 -> None `."""
+    line = re.compile(r"^([A-Z]\w*) *= *(.*?) *(?:#.*)?$", re.M)
+    before, after = (dict(line.findall(code.decode())) for code in (source, text))
+    return next((f"{before[name]} -> {after[name]} " for name in before if before[name] != after[name]), "no constant")
 
 
 def main() -> None:
