@@ -363,7 +363,7 @@ def test_when_the_night_is_over_what_waits_is_merged_together(monkeypatch):
 
 def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_spread_over_all_gpus(monkeypatch):
     monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
-    submitted, args = [], SimpleNamespace(per_gpu=7)
+    submitted, args = [], SimpleNamespace(per_gpu=6)
     night = SimpleNamespace(queue=[], pending={}, slots=14, gpus=2, args=args, note=lambda *_: None, over=lambda: False)
     night.runs = lambda: [*submitted, *(run for run, _ in night.queue)]
 
@@ -381,15 +381,15 @@ def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_sprea
     night.due = lambda: loops.Loop.due(night)
     assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
     loops.Loop.fill(night)
-    assert shares == [7] * 4 and not night.queue
+    assert shares == [6] * 4 and not night.queue
     night.over = lambda: True
     accept("e", "f", "g, again on f", "h, again on f")
     night.slots = 5
     loops.Loop.fill(night)
-    assert shares == [7] * 4 + [3] and accept() == ["g, again on f", "e", "f"]
+    assert shares == [6] * 4 + [3] and accept() == ["g, again on f", "e", "f"]
     night.slots = 14
     loops.Loop.fill(night)
-    assert shares == [7] * 4 + [3, 3] and accept() == ["e", "f"]
+    assert shares == [6] * 4 + [3, 3] and accept() == ["e", "f"]
 
 
 def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
