@@ -508,31 +508,21 @@ def run(train: Callable, build_model: Callable) -> None:
 
 
 def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
-    """Trains, scores, logs one row however that ends (none if `refusal`), prints the summary and returns the model."""
+    """Trains, scores, logs one row however that ends (none if `refusal`), prints the summary and returns the model.
+
+    From the row on, SIGINT and SIGTERM just end the process; SIGHUP stays ignored.
+    """
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
-    by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
-    logged = not by_hand or night_record().get("log")
-    refusal = "" if logged else f"not logged: {by_hand} set by hand (python -m night wave logs it)"
     commit, description = git_head(args.seed)  # now: HEAD may move during the run
     setting = budget_name(args.seconds, args.tokens, args.gpu)
+    logged = not setting or night_record().get("log")
+    refusal = "" if logged else "not logged: budget or GPU set by hand (python -m night wave logs it)"
     label = gpu_name(setting) + setting
     row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
-    if not refusal:
+    if logged:
         adopt_dataset(tokenizer.directory)
-
-    def log(summary: dict, **result) -> dict:
-        """Writes the row and summary.json; returns the whole summary. From then on SIGINT and SIGTERM just end the
-        process; SIGHUP stays ignored."""
-        handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        status = refusal or log_result(**row, **result)
-        status = "in results.tsv" if night_record().get("log") else status  # a wave judges by other runs, too
-        summary.setdefault("status", status)  # a crash has set it
-        write_record("summary.json", json.dumps(summary | row, indent=1, default=str))
-        handle_signals(signal.SIG_DFL)
-        return summary | row
-
     print(f"{label}, {row['dataset']}, seed {args.seed}", flush=True)
     handle_signals(on_signal)
     try:
@@ -562,12 +552,20 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             **numbers,
             "seed": args.seed,
         }
+        result = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     except BaseException as error:
         clock.release()
         reason = crash_reason(error)
-        log({"status": "crash", "reason": reason}, val_bpb=0.0, memory_gb=0.0, reason=reason)
+        summary, result = {"status": "crash", "reason": reason}, dict(val_bpb=0.0, memory_gb=0.0, reason=reason)
         raise
-    summary = log(summary, val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
+    finally:
+        handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
+        status = refusal or log_result(**row, **result)
+        status = "in results.tsv" if night_record().get("log") else status  # a wave judges by other runs, too
+        summary.setdefault("status", status)  # a crash has set it
+        summary |= row
+        write_record("summary.json", json.dumps(summary, indent=1, default=str))
+        handle_signals(signal.SIG_DFL)
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
 

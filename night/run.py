@@ -15,7 +15,6 @@ from pathlib import Path
 
 import harness
 import prepare
-from harness import Description
 from night.records import end_record, folder_name, new_folder
 from night.rows import ROOT, name_of
 
@@ -35,8 +34,7 @@ class Row:
         self.needed = record.get("log") or not args.setting  # no row for a budget set by hand
         self.setting, self.dataset = args.setting, prepare.dataset_id()
         if "commit" not in record:
-            commit, subject = harness.git_head()
-            record |= dict(commit=commit, description=str(Description(subject, args.seed)))
+            record["commit"], record["description"] = harness.git_head(args.seed)
         self.folder = Path(os.devnull)  # no file can be opened in it
         with suppress(OSError):  # disk full: go on without a record
             self.folder = new_folder(folder_name(record["commit"], args.seed, args.setting))
