@@ -33,8 +33,7 @@ class Row:
         record = harness.night_record()
         self.needed = record.get("log") or not args.setting  # no row for a budget set by hand
         self.setting, self.dataset = args.setting, prepare.dataset_id()
-        if "commit" not in record:
-            record["commit"], record["description"] = harness.git_head(args.seed)
+        record["commit"], record["description"] = harness.git_head(args.seed)
         self.folder = Path(os.devnull)  # no file can be opened in it
         with suppress(OSError):  # disk full: go on without a record
             self.folder = new_folder(folder_name(record["commit"], args.seed, args.setting))
