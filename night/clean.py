@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -36,5 +35,5 @@ def clean(args: argparse.Namespace) -> None:
 def abandoned() -> list[Path]:
     """This user's temporary folders whose process has ended: checkouts, and Ray's sessions."""
     found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.stat().st_uid == os.getuid()]
-    owners = {path: re.match(rf"{SCRATCH}(\d+)-", path.name) for path in sorted(found)}
-    return [path for path, owner in owners.items() if owner and not Path("/proc", owner[1]).exists()]
+    owners = {path: path.name.split("-")[1] for path in sorted(found)}
+    return [path for path, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]

@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from night.rows import git, git_bytes
 
@@ -34,10 +35,9 @@ def read_train(revision: str) -> bytes:
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
     """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/{i}" for i in range(3)]
+        paths = [Path(folder, name) for name in ("text", "after", "before")]
         for path, content in zip(paths, (text, after, before), strict=True):
-            with open(path, "wb") as file:
-                file.write(content)
+            path.write_bytes(content)
         merged = subprocess.run(["git", "merge-file", "-p", "-q", *paths], capture_output=True)
     return merged.stdout if merged.returncode == 0 else None
 
