@@ -197,7 +197,7 @@ class Tuner(Trainer):
         return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}
 
     def search(self) -> None:
-        print(f"{len(self.begun())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
+        print(f"{len(self.trials())} of {self.args.runs} trials so far, {len(self.left)} of them to be repeated")
         with self.at_work(self.to_end()):
             while True:
                 while len(self.pending) < self.slots and (trial := self.next_trial()):
@@ -209,28 +209,27 @@ class Tuner(Trainer):
                 for run, row in self.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
-                    edits = {found.get("commit") for found in self.begun() if found.get("base") == run.commit}
+                    edits = {trial.get("commit") for trial in self.trials() if trial.get("base") == run.commit}
                     if edits:  # this was the reference: judge those of its edits that ended before it
                         decide(edits - {run.commit}, row, self.kind)
         self.show_best()
 
     def to_end(self) -> int:
-        return self.args.runs - len(self.begun()) + len(self.waiting) + len(self.left)
+        return self.args.runs - len(self.trials()) + len(self.waiting) + len(self.left)
 
-    def begun(self) -> list[dict]:
-        """`base` and `commit` of each trial that has begun; either may still be missing."""
-        trials = self.study.get_trials(deepcopy=False)
-        return [trial.user_attrs for trial in trials if trial.state != self.states.WAITING]
+    def trials(self) -> list[dict]:
+        """`base` and `commit` of each trial; either may still be missing."""
+        return [trial.user_attrs for trial in self.study.get_trials(deepcopy=False)]
 
     def next_trial(self):
         """A trial that was killed, or a new one; None if there are enough. The first one of each base is the base."""
         if self.left:
             return self.left.pop(0)
-        if len(self.begun()) >= self.args.runs:
+        if len(self.trials()) >= self.args.runs:
             return None
         if self.args.with_agent:
             self.base = reference(self.kind)
-        if self.base not in [trial.user_attrs.get("base") for trial in self.study.get_trials(deepcopy=False)]:
+        if self.base not in [trial.get("base") for trial in self.trials()]:
             self.study.enqueue_trial(self.values(self.base), user_attrs={"base": self.base})
         return self.study.ask()
 
@@ -286,7 +285,7 @@ class Tuner(Trainer):
             self.study.tell(trial, row["val_bpb"])
 
     def show_best(self) -> None:
-        commits = {found.get("commit") for found in self.begun()} | {self.base}
+        commits = {trial.get("commit") for trial in self.trials()} | {self.base}
         rows = [row for row in self.kind.rows() if row["commit"] in commits and seed_of(row) == harness.SEED]
         rows = {row["commit"]: row for row in rows if row["status"] != "crash"}
         best = sorted(rows.values(), key=lambda row: row["val_bpb"])[:10]
