@@ -265,9 +265,8 @@ class Trainer:
                 folder = self.records.pop(run, None)
                 if stream in self.reasons:
                     event = "", [], self.reasons.pop(stream)
+                if len(event) == 3 and folder:  # it did not end by itself
                     end_record(folder, event[-1])
-                if event[-1] in LOST and folder:
-                    end_record(folder, "lost")
                 if event[-1] in LOST and run not in self.lost:
                     print(f"lost     {' '.join(run[:2])}: starting it again")
                     self.lost.add(run)
@@ -315,9 +314,8 @@ def log_row(
     elif run.commit == base[0]:
         to_beat = math.inf
     else:
-        rival = gpu, run_of(*base, run.seed)[:2]  # the reference with the same seed on the same GPU
-        others = [row["val_bpb"] for row in good(kind.rows(), base[0]) if (row["gpu"], name_of(row)) == rival]
-        to_beat = others[-1] if others else 0.0
+        rivals = [row for row in good(kind.rows(), base[0]) if row["gpu"] == gpu]
+        to_beat = scores(rivals).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
     own |= dict(commit=run.commit, description=run.description, gpu=gpu)
     status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)

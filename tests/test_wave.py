@@ -244,7 +244,7 @@ def test_a_run_whose_worker_is_killed_starts_again_with_a_record_of_its_own_and_
     os.kill(parent(parent(parent(int(pids.read_text())))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     output = clone.finish(wave)
     assert clone.scores() == {"base": "keep", "idea": "keep"} and f"lost     {commit} idea: starting it again" in output
-    assert "lost" in prepare.read(first / "summary.json") and "number" not in prepare.read(second / "log.txt")
+    assert "WorkerCrashed" in prepare.read(first / "summary.json") and "number" not in prepare.read(second / "log.txt")
 
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
