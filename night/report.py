@@ -10,7 +10,7 @@ from night.attribute import attribute
 from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arms, elsewhere, experiments, good, in_history, num_kept, scores, seed_of
+from night.rows import Label, arms, count_kept, elsewhere, experiments, good, in_history, scores, seed_of
 from night.wave import Trainer, run_of, start_ray
 from prepare import PrepareError
 
@@ -28,7 +28,7 @@ def report(args: argparse.Namespace) -> None:
     rows = [row for row in rows if row["gpu"] == gpu]
     kept = in_history([row for row in rows if row["status"] == "keep"])
     crashed = sum(row["status"] == "crash" for row in rows)
-    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {num_kept(rows)} commits kept, {crashed} crashed."
+    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, {crashed} crashed."
     pictures = "![](progress.png)"
     if len(found := arms(rows)) > 1:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())

@@ -117,9 +117,11 @@ def baseline(rows: list[dict]) -> dict:
     return min(rows, key=lambda row: (row["status"] != "keep", row["status"] == "crash"))
 
 
-def num_kept(rows: list[dict]) -> int:
-    """How many commits were kept. The baseline may have been with several seeds."""
-    return len({row["commit"] for row in rows if row["status"] == "keep"})
+def count_kept(rows: list[dict]) -> str:
+    """`43 kept (10 on this branch)`: commits. Others are on side branches, as gains over older references can be."""
+    kept = {row["commit"] for row in rows if row["status"] == "keep"}
+    here = kept & {row["commit"] for row in in_history(rows)}
+    return f"{len(kept)} kept" + f" ({len(here)} on this branch)" * (0 < len(here) < len(kept))
 
 
 def arms(rows: list[dict]) -> dict[str, list[dict]]:

@@ -9,7 +9,7 @@ import sys
 from harness import read_results
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import Label, baseline, commit_of, experiments, grouped, in_history, num_kept, place, with_error
+from night.rows import Label, baseline, commit_of, count_kept, experiments, grouped, in_history, place, with_error
 from prepare import PrepareError
 
 TRIALS = 5  # a tuner makes many: list the best ones
@@ -48,7 +48,7 @@ def about_night(rows: list[dict]) -> str:
     reference = next(idea for idea in found if kept[-1] in idea.rows)
     crashed = sum(row["status"] == "crash" for row in rows)
     lines = [f"# {', '.join(place(rows[0]))}"]
-    lines.append(f"{len(rows)} experiments with {len(found)} commits; {num_kept(rows)} kept, {crashed} crashed.")
+    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {crashed} crashed.")
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")

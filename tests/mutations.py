@@ -926,6 +926,10 @@ SECTIONS = [
         ("what not in prompt and source.count(old) == 1", "source.count(old) == 1"),
         ("{after[name]} \"", "{after[name]}\""),
     ]),
+    ("Kept on this branch", "night/rows.py", ["test_loop.py", "-k", "same_line"], [
+        ("here = kept & {", "here = kept | {"),
+        ("(0 < len(here) < len(kept))", "True"),
+    ]),
     ("Repeated edits", "night/show.py", ["test_memory.py", "-k", "family"], [
         ("(gain(idea, noise) for idea in same)", "(gain(idea, noise) for idea in same[:1])"),
     ]),
@@ -962,7 +966,7 @@ SECTIONS = [
         ('if line[:1] in ("+", "-"))', "if line)"),
     ]),
     ("Ideas", "night/rows.py", ["test_memory.py", "-k", "family"], [
-        ('len({row["commit"] for row in rows if row["status"] == "keep"})', 'sum(row["status"] == "keep" for row in rows)'),
+        ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
         ("filter(is_of_this_run, ", "filter(None, "),

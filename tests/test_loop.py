@@ -244,6 +244,8 @@ def test_of_two_gains_on_the_same_line_the_better_one_stays(loop, first):
     assert loop.best() == next(row["commit"] for row in rows if row["description"] == "A 0")
     verdict = f"but it conflicts with {kept['commit']}, which is better: {last['commit']}"
     assert (f"keep, {verdict}" in loop.verdicts().values()) == (first == "A 0")
+    kept = "; 3 kept (2 on this branch), 0 crashed" if first == "A 0" else "; 3 kept, 0 crashed"
+    assert kept in loop.run("python -m night show --md --tokens 1500000")
 
 
 def test_a_gain_over_an_older_reference_is_trained_again_on_the_new_one(loop):

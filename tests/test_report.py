@@ -110,7 +110,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(c
     rows = clone.simulate(gain=0.0)
     kept = [row for row in rows if row["status"] == "keep"]
     output = clone.finish(clone.report())
-    assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} commits kept, 9 crashed." in output
+    assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} kept, 9 crashed." in output
     assert "it may be chance. More" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
