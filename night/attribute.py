@@ -183,9 +183,7 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     """Checks the file without changes that are not shown to help or, if that is worse, without only the harmful ones.
     The first that is no worse becomes the branch `ref`. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
-    real, nothing, harmful = count["real"] + count["needed"], count["no evidence"], count["harmful"]
-    text = f"Of {len(changes)} kept changes {real} {'is' if real == 1 else 'are'} real, "
-    text += f"{nothing} show{'s' * (nothing == 1)} nothing, {harmful} {'does' if harmful == 1 else 'do'} harm"
+    text = f"{len(changes)} kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}"
     margin = MARGIN * Noise.of([last]).rest
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
@@ -199,10 +197,9 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
         worse = math.inf if fails else np.nanmean(costs)
         numbers = f"({worse:+.4f}, margin {margin:.4f})"
         if worse <= margin:
-            size = files[-1].count(b"\n") - pruned.count(b"\n")
-            shorter = f"{size} lines shorter" if size > 0 else "no shorter"
-            text += f"; without {len(dropped)} of them the file is {shorter} and no worse {numbers}"
-            return f"{text}. It is the branch {ref}."
+            size = f"{len(pruned.splitlines())} lines, not {len(files[-1].splitlines())}"
+            text += f". Without {len(dropped)} of them the file has {size}, and is no worse {numbers}"
+            return f"{text}: branch {ref}."
         git("update-ref", "-d", f"refs/heads/{ref}")  # even if it is checked out somewhere
         text += f". Without {len(dropped)} of them it {'crashes' if fails else f'is worse {numbers}'}"
     return f"{text}. Nothing is pruned."
