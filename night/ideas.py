@@ -25,8 +25,7 @@ class Idea:
         self.reason = Description.parse(rows[-1]).reason  # of a crash
         self.scores, self.seconds = scores(rows), run_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
-        found = {row["status"] for row in rows}
-        self.status = next(status for status in ("keep", "discard", "crash") if status in found)
+        self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
         self.diff, self.lines = "", (0, 0)  # lines added, removed
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
@@ -64,15 +63,15 @@ def ideas(rows: list[dict]) -> list[Idea]:
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
+    by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
     timed = [idea for idea in found if idea.seconds and idea.commit in blobs]
     beside = grouped(timed, lambda idea: blobs[idea.commit][1])  # by the train.py that they edited
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
             continue
-        edited = [other for other in found if parent and blobs.get(other.commit, (None,))[0] == parent]
-        if not edited:  # it edited a train.py without a row: compare with the last one kept before
-            edited = [other for other in found[:i] if other.status == "keep"][-1:]
+        # If the train.py that it edited has no row: compare with the last one kept before
+        edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
         seconds = [second for other in edited for second in other.seconds]

@@ -3,13 +3,14 @@
 import argparse
 import html
 import json
-import statistics
+import textwrap
 from pathlib import Path
 
 import harness
 import prepare
 from night import records
 from night.ideas import Idea, Noise, ideas, oddities
+from night.plot import worst
 from night.rows import place, usual_seed
 from night.show import gain, last_place
 
@@ -63,8 +64,8 @@ def chart(found: list[Idea], noise: Noise):
     usual = usual_seed([row for idea in found for row in idea.rows])
     bpb = {idea: idea.scores.get(usual, idea.score) for idea in found}
     scores = [bpb[idea] for idea in found if idea.scores] or [0.0]
-    low, high = min(scores), max(scores)
-    top = min(high, low + 2.5 * max(statistics.median(scores) - low, 1e-3))
+    low = min(scores)
+    top = worst(low, scores)
     margin = 0.05 * (top - low or low)
     figure, numbers = go.Figure(), range(1, len(found) + 1)
     for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
@@ -87,7 +88,6 @@ def chart(found: list[Idea], noise: Noise):
 
 def hover(idea: Idea, noise: Noise) -> str:
     """A point's tooltip, in HTML."""
-    subject = [idea.subject[i : i + 90] for i in range(0, len(idea.subject), 90)]
-    lines = [f"{idea.commit}  {gain(idea, noise)}", *subject]
+    lines = [f"{idea.commit}  {gain(idea, noise)}", *textwrap.wrap(idea.subject, 90)]
     lines += [line[:100] for line in idea.diff.splitlines()[:HOVER_LINES]]
     return "<br>".join(html.escape(line) for line in lines)

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import textwrap
+from collections.abc import Collection
 from contextlib import suppress
 
 import numpy as np
@@ -29,11 +30,11 @@ def plot(args: argparse.Namespace | None = None) -> None:
         plot_arms(groups)
 
 
-def new_figure(rows: int = 1, columns: int = 1, height: float = 4.3) -> tuple:
-    """A figure, and its axes (rows, columns). height: of a row, in inches."""
+def new_figure(rows: int = 1, columns: int = 1) -> tuple:
+    """A figure, and its axes (rows, columns)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained", figsize=(9, height * rows))
+    figure = Figure(layout="constrained", figsize=(9, 4.5 * rows))
     return figure, figure.subplots(rows, columns, sharey="row", squeeze=False)
 
 
@@ -57,8 +58,8 @@ def plot_arms(groups: list[list[dict]]) -> None:
                 ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
                 ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
                 ax.scatter(x, scores, s=8, color=f"C{color}", alpha=0.5, lw=0)
-        found = np.array([row["val_bpb"] for row in group if row["val_bpb"]])
-        low, high = found.min(), worst(first, found)
+        found = [row["val_bpb"] for row in group if row["val_bpb"]]
+        low, high = min(found), worst(first, found)
         margin = max(0.1 * (high - low), 2 * noise)
         left.set(xlabel="runs of the arm", ylabel="val_bpb; line: best so far", ylim=(low - margin, high + margin))
         right.set(xlabel="minutes that they took, as far as there are records")
@@ -72,10 +73,10 @@ def trained(row: dict) -> list[float]:
     return [point.seconds for point in curve_of(row)[-1:]]
 
 
-def worst(first: float, scores: np.ndarray) -> float:
+def worst(first: float, scores: Collection[float]) -> float:
     """The highest val_bpb to be drawn as it is: that of the baseline, or of most others."""
-    best = scores.min()
-    return np.fmax(first, min(scores.max(), best + 2.5 * np.median(scores - best)))
+    best = min(scores)
+    return np.fmax(first, min(max(scores), best + 2.5 * (np.median(scores) - best)))
 
 
 def draw(ax, rows: list[dict]) -> int:
@@ -121,23 +122,23 @@ def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[st
     """Lines of text about the kept experiments and the ten best others."""
     kept, missed, before = [], [], None
     for number, row in zip(numbers, rows, strict=True):
-        gain = before - row["val_bpb"] if before else None
-        line = f"{number:5}  {row['val_bpb']:7.4f}  {f'{gain:.4f}' if before else '':>7}  {row['description']}"
+        gain = f"{before - row['val_bpb']:7.4f}" if before else 7 * " "
+        line = f"{number:5}  {row['val_bpb']:7.4f}  {gain}  {row['description']}"
         if row in merged:
             kept.append(line)
             before = row["val_bpb"]
         elif row["status"] != "crash" and before:
-            missed.append((gain, line))
+            missed.append((row["val_bpb"] - before, line))
     lines = ["  no.  val_bpb     gain  kept (gain: over the row above)", *kept]
     if missed:
         lines += ["", "  no.  val_bpb     gain  near misses (gain: over the one kept before)"]
-        lines += [line for _, line in sorted(missed, reverse=True)[:10]]
+        lines += [line for _, line in sorted(missed)[:10]]
     return lines
 
 
 def plot_curves(revisions: list[str]) -> None:
     """Draws curves.png: the training loss of the last run of each of these commits' rows, over time and over tokens."""
-    figure, ((left, right),) = new_figure(columns=2, height=5)
+    figure, ((left, right),) = new_figure(columns=2)
     commits = [commit_of(revision) for revision in revisions]
     rows = {record_of(row): row for row in harness.read_results() if row["commit"] in commits}  # the last of each
     for folder, row in rows.items():

@@ -286,16 +286,13 @@ def with_status(line: str, status: str) -> str:
 def decide(ideas: Collection[str], base: dict, kind: Kind) -> None:
     """base: a row of the reference. If ideas (commits) ran with its seed on its GPU, ended before it and beat it, their
     rows move to the end of the log, as `keep`."""
-
-    def beats_base(row: dict) -> bool:
-        like_base = row["gpu"] == base["gpu"] and seed_of(row) == seed_of(base)
-        return like_base and row["val_bpb"] < base["val_bpb"] and bool(good([row], row["commit"]))
-
     with edit_log() as lines:
-        rows = numbered(lines, kind)
-        last = {(row["gpu"], *name_of(row)): i for i, row in rows.items()}
-        end = last.get((base["gpu"], *name_of(base)), 0)
-        better = [i for i in sorted(last.values()) if i < end and rows[i]["commit"] in ideas and beats_base(rows[i])]
+        like_base = base["gpu"], seed_of(base)
+        rows = {i: row for i, row in numbered(lines, kind).items() if (row["gpu"], seed_of(row)) == like_base}
+        last = {name_of(row): i for i, row in rows.items()}
+        end = last.get(name_of(base), 0)
+        ended = [i for i in sorted(last.values()) if i < end and rows[i]["commit"] in ideas]
+        better = [i for i in ended if rows[i]["val_bpb"] < base["val_bpb"] and good([rows[i]], rows[i]["commit"])]
         *rest, empty = [line for i, line in enumerate(lines) if i not in better]  # the log ends with a line break
         lines[:] = [*rest, *(with_status(lines[i], "keep") for i in better), empty]
 
@@ -316,8 +313,8 @@ def discard_by_mean(runs: Collection[tuple[str, str]], base: str, kind: Kind) ->
 
 
 def set_status(commit: str, kind: Kind, status: str) -> bool:
-    """Sets a commit's status, `keep` in its last row, which comes to lie behind other kept ones, or `discard` in all of
-    them; returns whether it has a row."""
+    """Sets a commit's status: `keep` in its last row, which moves behind later kept ones, or `discard` in all its rows.
+    Returns whether it has a row."""
     with edit_log() as lines:
         rows = numbered(lines, kind)
         found = [i for i, row in rows.items() if good([row], commit)]
