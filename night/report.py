@@ -63,40 +63,40 @@ def best_of(arm: str, rows: list[dict]) -> str:
 def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
     """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows, and
     what was luck."""
+    names = [f"{row['commit']}, {Description.parse(row).subject}" for row in (first, last)]
     lines = [
-        f"First kept: {first['commit']}, {Description.parse(first).subject}. "
-        f"Last kept: {last['commit']}, {Description.parse(last).subject}.",
+        "First kept: {}. Last kept: {}.".format(*names),
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",
     ]
 
-    def by_seed(rows: list[dict], split: str = "val") -> list[dict[int, float]]:
-        return [scores(good(rows, row["commit"]), split) for row in (first, last)]
+    def pairs(rows: list[dict], split: str = "val") -> list[tuple[float, float]]:
+        """Scores of both commits with the same seed."""
+        before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
+        return [(before[seed], after[seed]) for seed in before if seed in after]
 
-    before, after = by_seed(night)
-    logged = None  # if no seed trained both
-    if pairs := [(before[seed], after[seed]) for seed in before if seed in after]:
-        before, after = map(statistics.mean, zip(*pairs, strict=True))
+    logged = 0.0  # if no seed trained both
+    if both := pairs(night):
+        before, after = map(statistics.mean, zip(*both, strict=True))
         logged = before - after
         lines.append(f"| val, as logged | {before:.4f} | {after:.4f} | {logged:.4f} | |")
     found = {}
     for split in ("val", "test"):
-        before, after = by_seed(rows, split)
-        if min(len(before), len(after)) >= 2:
-            gain, error, *_ = found[split] = difference(before, after)
-            seeds = len(before) if len(before) == len(after) else f"{len(before)} and {len(after)}"
-            means = " | ".join(f"{statistics.mean(group.values()):.4f}" for group in (before, after))
-            lines.append(f"| {split}, mean of {seeds} new seeds | {means} | {gain:.4f} | {error:.4f} |")
+        if len(both := pairs(rows, split)) >= 2:
+            gain, error, *_ = found[split] = difference(both)
+            before, after = map(statistics.mean, zip(*both, strict=True))
+            name = f"{split}, mean of {len(both)} new seeds"
+            lines.append(f"| {name} | {before:.4f} | {after:.4f} | {gain:.4f} | {error:.4f} |")
     if not found:
-        raise PrepareError("fewer than two runs of a revision succeeded: see their rows; --again repeats them")
+        raise PrepareError("fewer than two seeds succeeded with both revisions: see their rows; --again repeats them")
     *_, (split, (_, _, low, high)) = found.items()
     unseen = ", which no experiment has seen," * (split == "test")
     unsure = "it may be chance. More seeds narrow it (--seeds)." if high > 0 else "it is a loss."
     verdict = "it holds up." if low > 0 else unsure
     lines += ["", f"On {split}{unseen} the gain's 95% confidence interval is {low:.4f} to {high:.4f}: {verdict}"]
     gain, error, *_ = found["val"]
-    if logged is not None and (luck := min(logged, logged - gain)) > error:
+    if (luck := min(logged, logged - gain)) > error:
         lines.append(f"Of the gain as logged, {luck:.4f} was luck.")
     lines.append("The errors only cover seeds: another text would change the gains, too.")
     for row in (first, last):
@@ -113,16 +113,11 @@ def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def difference(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, float, float]:
-    """The difference of the means, its standard error, and the ends of its 95% confidence interval.
-
-    By a paired t test if the seeds are the same; otherwise, since a run crashed, by Welch's test.
-    """
+def difference(pairs: list[tuple[float, float]]) -> tuple[float, float, float, float]:
+    """The mean difference of pairs, its standard error, and the ends of its 95% confidence interval, by Student's t."""
     from scipy import stats
 
-    if before.keys() == after.keys():
-        test = stats.ttest_rel([before[seed] for seed in after], list(after.values()))
-    else:
-        test = stats.ttest_ind(list(before.values()), list(after.values()), equal_var=False)
-    low, high = test.confidence_interval(0.95)
-    return (low + high) / 2, (high - low) / 2 / stats.t.ppf(0.975, test.df), low, high
+    gains = [before - after for before, after in pairs]
+    gain, error = statistics.mean(gains), stats.sem(gains)
+    margin = stats.t.ppf(0.975, len(gains) - 1) * error
+    return gain, error, gain - margin, gain + margin

@@ -1134,14 +1134,11 @@ SECTIONS = [
         ("after[seed]) for seed in before if seed in after", "after[other]) for seed in before for other in after"),
         ("if lost := {", "if lost := set() and {"),
         ("*_, (split, (_, _, low, high)) = found", "(split, (_, _, low, high)), *_ = found"),
-        ("test.confidence_interval(0.95)", "test.confidence_interval(0.94)"),
-        ("ppf(0.975, test.df)", "ppf(0.95, test.df)"),
+        ("ppf(0.975, len(gains) - 1)", "ppf(0.95, len(gains) - 1)"),
+        ("ppf(0.975, len(gains) - 1)", "ppf(0.975, len(gains))"),
         ("low > 0", "low + high > 0"),
-        ("equal_var=False", "equal_var=True"),
-        ("if before.keys() == after.keys():", "if len(before) == -1:"),
-        ("[before[seed] for seed in after]", "list(before.values())"),
         ('lines.append("The errors only', 'str("The errors only'),
-        ("len(before), len(after)) >= 2", "len(before), len(after)) >= 3"),
+        ("pairs(rows, split)) >= 2", "pairs(rows, split)) >= 3"),
     ]),
 ]  # fmt: skip
 

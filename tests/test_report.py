@@ -224,7 +224,7 @@ def told(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: fl
     return gains(FIRST, LAST, [FIRST, LAST], rows_of(val, test, tokens_M))
 
 
-# Student's t for 95%, by a table: 4.303, 2.776, 2.228 and 2.201 of 2, 4, 10 and 11 degrees of freedom
+# Student's t for 95%, by a table: 4.303 and 2.776 of 2 and 4 degrees of freedom
 @pytest.mark.parametrize(
     ("differences", "error", "t"), [([5, 6, 7], 1 / 3**0.5, 4.303), ([4, 5, 6, 7, 8], 0.5**0.5, 2.776)]
 )
@@ -232,19 +232,9 @@ def test_a_gain_is_that_of_pairs_and_stands_beyond_chance(differences, error, t)
     spread = [0.0, 0.1, 0.04, 0.02, 0.07][: len(differences)]  # from seed to seed, alike in both
     for mean, stands in ((t * error * 1.01, True), (t * error * 0.99, False)):
         gains_ = [(d - statistics.mean(differences) + mean) / 1000 for d in differences]
-        before = {i: 1.2 + spread[i] for i in range(len(spread))}
-        after = {i: before[i] - gains_[i] for i in reversed(before)}
-        gain, sd, low, high = difference(before, after)
+        gain, sd, low, high = difference([(1.2 + x, 1.2 + x - y) for x, y in zip(spread, gains_, strict=True)])
         assert (gain, sd, (low + high) / 2) == pytest.approx((mean / 1000, error / 1000, mean / 1000))
         assert (low > 0) == stands
-
-
-def test_with_unequal_numbers_of_runs_it_is_welchs_test():
-    before, after = [1.20, 1.23, 1.21, 1.24], [1.195, 1.205]
-    a, b = statistics.variance(before) / 4, statistics.variance(after) / 2
-    gain, error, low, _ = difference(dict(enumerate(before)), dict(enumerate(after)))
-    assert gain == pytest.approx(0.02) and error == pytest.approx((a + b) ** 0.5) and low < 0  # t = 1.94 < 2.8
-    assert difference(dict(enumerate(before)), {0: 1.185, 1: 1.195})[2] > 0  # t = 2.9 with 3.9 degrees of freedom
 
 
 def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds_only():
@@ -287,10 +277,10 @@ def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
 def test_many_seeds_and_crashes_among_them():
     val = {"a": [1.21 + i / 1000 for i in range(12)], "b": [1.20 + i / 1000 for i in range(11)] + [0.0]}
     text = told(val, {commit: [1.3 + i % 3 / 100 for i in range(12)] for commit in val})
-    assert "| val, mean of 12 and 11 new seeds | 1.2155 | 1.2050 | 0.0105 |" in text
+    assert "| val, mean of 11 new seeds | 1.2150 | 1.2050 | 0.0100 |" in text, "of those that both have"
     line = "b crashed with 1 of the seeds: the numbers are those of the others."
     assert text.count("crashed") == text.count(line) == 1
-    with pytest.raises(prepare.PrepareError, match="fewer than two runs of a revision succeeded"):
+    with pytest.raises(prepare.PrepareError, match="fewer than two seeds succeeded with both"):
         told({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]})
 
 
