@@ -183,7 +183,7 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
     """Checks the file without changes that are not shown to help or, if that is worse, without only the harmful ones.
     The first that is no worse becomes the branch `ref`. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
-    text = f"{len(changes)} kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}"
+    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}"
     margin = MARGIN * Noise.of([last]).rest
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
