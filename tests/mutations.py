@@ -817,6 +817,9 @@ SECTIONS = [
         ('if row["status"] != "crash" and bpb is not None', "if bpb is not None"),
         ("    if len(values) > 1:\n", "    if len(values) > 2:\n"),
     ]),
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "task_fails"], [
+        ("if len(event) == 3 and folder:", "if event[-1] in LOST and folder:"),
+    ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
         ("    signal.signal(signal.SIGINT, signal.default_int_handler)\n", ""),
         ("        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)", "        #"),

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_corpus import ROOT, copy_files, texts, write_parquet
@@ -23,7 +24,7 @@ from harness import Description
 from night import rows
 from night.live import Board
 from night.rows import Kind
-from night.wave import Run, decide, log_row, same_gpus, table
+from night.wave import Run, Trainer, decide, log_row, same_gpus, table
 
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
@@ -245,6 +246,19 @@ def test_a_run_whose_worker_is_killed_starts_again_with_a_record_of_its_own_and_
     output = clone.finish(wave)
     assert clone.scores() == {"base": "keep", "idea": "keep"} and f"lost     {commit} idea: starting it again" in output
     assert "WorkerCrashed" in prepare.read(first / "summary.json") and "number" not in prepare.read(second / "log.txt")
+
+
+def test_the_record_of_a_run_whose_task_fails_ends_with_its_row(tmp_path, monkeypatch):
+    """As when the disk is too full to unpack its checkout."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr("night.wave.next_event", lambda stream: ("", [], "OSError"))
+    run = Run("abc1234", "idea", 42)
+    trainer = SimpleNamespace(reasons={}, lost=set(), stopped=[], board=Board(1), to_end=lambda: 0)
+    trainer.ray, trainer.kind = SimpleNamespace(wait=lambda streams, timeout: (streams, [])), Kind(["cpu"], "", "d")
+    trainer.pending, trainer.records = {"stream": (run, ("", ""))}, {run: tmp_path}
+    ((_, row),) = Trainer.ended(trainer)
+    assert row["status"] == "crash" and not trainer.records
+    assert "OSError" in prepare.read(tmp_path / "summary.json") and "[OSError]" in prepare.read(harness.RESULTS)
 
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
