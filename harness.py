@@ -515,10 +515,11 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     import torch
 
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
+    by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
+    logged = not by_hand or night_record().get("log")
+    refusal = "" if logged else f"not logged: {by_hand} set by hand (python -m night wave logs it)"
     commit, description = git_head(args.seed)  # now: HEAD may move during the run
     setting = budget_name(args.seconds, args.tokens, args.gpu)
-    logged = not setting or night_record().get("log")
-    refusal = "" if logged else "not logged: budget or GPU set by hand (python -m night wave logs it)"
     label = gpu_name(setting) + setting
     row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
     if logged:

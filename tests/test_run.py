@@ -312,19 +312,19 @@ def test_a_run_that_is_killed_leaves_the_curve_so_far(clone, tmp_path):
     assert [line[0] for line in clone.curve(tmp_path)[1:]] == [str(step) for step in range(1, 8)]
 
 
-UNLOGGED = {  # arguments, the gpu column
-    "seconds": (["--seconds", "300"], "cpu, 300 s"),
-    "tokens": (["--tokens", "38600"], "cpu, 0.0386 M tokens"),
-    "size": (["--gpu", "T4", "--seconds", "20"], "cpu as T4, 20 s"),
+UNLOGGED = {  # arguments, the gpu column, why not
+    "seconds": (["--seconds", "300"], "cpu, 300 s", "--seconds set by hand"),
+    "tokens": (["--tokens", "38600"], "cpu, 0.0386 M tokens", "--tokens set by hand"),
+    "size": (["--gpu", "T4", "--seconds", "20"], "cpu as T4, 20 s", "--seconds and --gpu set by hand"),
 }
 
 
 @pytest.mark.parametrize("name", UNLOGGED)
 def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_night_asks_for_it(clone, name):
-    args, gpu = UNLOGGED[name]
+    args, gpu, reason = UNLOGGED[name]
     run = clone.run(*args, edit="clock_goes(0.5)")
     assert (run.code, run.err) == (0, "") and 0 < float(run.summary["val_bpb"]) < 10
-    assert run.summary["status"] == "not logged: budget or GPU set by hand (python -m night wave logs it)", run
+    assert run.summary["status"] == f"not logged: {reason} (python -m night wave logs it)", run
     assert run.out.startswith(f"{gpu}, corpus-"), run
     if "20" in args:
         assert 15 < float(run.summary["training_seconds"]) < 24
