@@ -65,7 +65,7 @@ def chart(found: list[Idea], noise: Noise):
     bpb = {idea: idea.scores.get(usual, idea.score) for idea in found}
     scores = [bpb[idea] for idea in found if idea.scores] or [0.0]
     low = min(scores)
-    top = worst(low, scores)
+    top = worst(min(max(scores), low + 2.5e-3), scores)
     margin = 0.05 * (top - low or low)
     figure, numbers = go.Figure(), range(1, len(found) + 1)
     for name, color in {"discard": "#8c959f", "near miss": "#bf8700", "keep": "#1a7f37", "crash": "#cf222e"}.items():
