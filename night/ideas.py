@@ -14,6 +14,7 @@ from night.rows import ROOT, arm, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
 MANY = 8  # so many edits of one file show how long one takes among other runs
+CONSTANT = r"([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$"  # a line of train.py: name and value
 
 
 class Idea:
@@ -113,7 +114,7 @@ def read_diff(idea: Idea) -> None:
         elif line[:1] in ("+", "-") and line[1:].strip():
             if name := re.match(r"[+-](?:class|def) (\w+)", line):
                 place = name[1]
-            if constant := re.match(r"[+-]([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$", line):
+            if constant := re.match(r"[+-]" + CONSTANT, line):
                 (new if line[0] == "+" else old)[constant[1]] = constant[2]
             idea.places[constant[1] if constant else place or "top"] += 1
             idea.lines = (idea.lines[0] + (line[0] == "+"), idea.lines[1] + (line[0] == "-"))

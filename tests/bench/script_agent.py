@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import edits
 
+from night.ideas import CONSTANT
 from night.tune import edit, read_knobs
 
 EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
@@ -112,8 +113,7 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
 
 def moved(source: bytes, text: bytes) -> str:
     """How the prompt lists an edit that moves a constant: `12.0 -> None `."""
-    line = re.compile(r"^([A-Z]\w*) *= *(.*?) *(?:#.*)?$", re.M)
-    before, after = (dict(line.findall(code.decode())) for code in (source, text))
+    before, after = (dict(re.findall("(?m)^" + CONSTANT, code.decode())) for code in (source, text))
     return next((f"{before[name]} -> {after[name]} " for name in before if before[name] != after[name]), "no constant")
 
 
