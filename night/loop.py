@@ -203,7 +203,8 @@ class Loop(Trainer):
 
     def due(self) -> list[tuple[Run, tuple[str, str]]]:
         """The queue; at the end of the night, only merged gains. The next loop trains what remains."""
-        return [item for item in self.queue if AGAIN in item[0].description or not self.over()]
+        over = self.over()  # once: with --patience it reads the log
+        return [item for item in self.queue if AGAIN in item[0].description or not over]
 
     def runs(self) -> list[Run]:
         return super().runs() + [run for run, _ in self.queue]
