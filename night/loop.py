@@ -26,6 +26,7 @@ from night.commits import commit_train, compiles, doubts, read_train, revert
 from night.ideas import ideas
 from night.records import RUNS
 from night.rows import (
+    AGAIN,
     ROOT,
     Kind,
     archive,
@@ -51,7 +52,6 @@ ENDED = "refused: the loop ended first"  # the verdict until another one replace
 REFUSED = 5  # refusals in a row that end the loop
 CRASHED = 10  # crashes in a row that end the loop
 WORN = 4  # from so many ideas of a family without a gain on, agents are told
-AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 TOO_LATE = 124  # exit status of an agent that ran out of time, as from timeout(1)
 
 PROMPT = """\

@@ -9,8 +9,20 @@ from contextlib import suppress
 import numpy as np
 
 import harness
+from harness import Description
 from night.records import curve, curve_of, record_of, run_seconds
-from night.rows import arms, baseline, commit_of, experiments, grouped, in_history, one_seed, place, seed_noise
+from night.rows import (
+    AGAIN,
+    arms,
+    baseline,
+    commit_of,
+    experiments,
+    grouped,
+    in_history,
+    one_seed,
+    place,
+    seed_noise,
+)
 from prepare import PrepareError
 
 
@@ -119,7 +131,8 @@ def draw(ax, rows: list[dict]) -> int:
 
 
 def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[str]:
-    """Lines of text about the kept experiments and the ten best others."""
+    """Lines of text about the kept experiments and the ten best others, without those that were merged later."""
+    ideas = {Description.parse(row).subject.partition(AGAIN)[0] for row in merged}
     kept, missed, before = [], [], None
     for number, row in zip(numbers, rows, strict=True):
         gain = f"{before - row['val_bpb']:7.4f}" if before else 7 * " "
@@ -127,7 +140,7 @@ def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[st
         if row in merged:
             kept.append(line)
             before = row["val_bpb"]
-        elif row["status"] != "crash" and before:
+        elif row["status"] != "crash" and before and Description.parse(row).subject not in ideas:
             missed.append((row["val_bpb"] - before, line))
     lines = ["  no.  val_bpb     gain  kept (gain: over the row above)", *kept]
     if missed:

@@ -22,6 +22,7 @@ from prepare import PrepareError
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTRIBUTION_SEEDS = 1001  # from here on
+AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 
 
 class Label(NamedTuple):

@@ -760,7 +760,7 @@ SECTIONS = [
         ('if row["status"] != "crash" or i in last.values()', 'if row["status"] != "crash"'),
         ("_replace(test_bpb=None, reason=", "_replace(test_bpb=None, seed=None, reason="),
     ]),
-    ("The picture", "night/plot.py", ["test_night.py", "-k", "picture or band"], [
+    ("The picture", "night/plot.py", ["test_night.py", "-k", "picture or band or near_miss"], [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
         ("band = lowest[-1] - 2 * noise, lowest[-1]", "band = lowest[-1] - 2 * noise, lowest[0]"),
         ('if kept.any():', "if True:"),
@@ -772,6 +772,7 @@ SECTIONS = [
         ("sorted(missed)[:10]", "sorted(missed)"),
         ('            before = row["val_bpb"]\n', '            before = before or row["val_bpb"]\n'),
         ("np.minimum(y, top + margin)", "y"),
+        (" and Description.parse(row).subject not in ideas", ""),
     ]),
     ("The command line", "night/__main__.py", ["test_night.py", "-k", "time_limit or refused"], [
         ("LIMIT * args.per_gpu", "LIMIT"),
@@ -1041,6 +1042,8 @@ SECTIONS = [
     ("Ideas", "night/page.py", ["test_memory.py", "-k", "page"], [
         ('.replace("<", "\\\\u003c")', ""),
         ("html.escape(line) for", "line for"),
+        ("worst(min(max(scores), low + 2.5e-3), scores)", "worst(low, scores)"),
+        ("worst(min(max(scores), low + 2.5e-3), scores)", "max(scores)"),
     ]),
     ("What a token costs", "night/ideas.py", ["test_memory.py", "-k", "pays_for"], [
         ("if idea.times > SLOWER:", "if idea.times >= 1.0:"),

@@ -370,6 +370,18 @@ def test_the_page_shows_text_as_text_and_lists_every_idea(tmp_path, monkeypatch,
     assert len(hovers) == 3 and any("&lt;img" in text for text in hovers)
 
 
+def test_the_page_draws_small_losses_where_they_are_and_large_ones_at_its_edge(tmp_path, monkeypatch):
+    pytest.importorskip("plotly")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    scores = [1.2, 1.2001, 1.2002, 1.2015, 1.5]
+    for i, val_bpb in enumerate(scores):
+        harness.log_result(val_bpb=val_bpb, memory_gb=1.0, gpu="g", dataset="d", commit=f"{i:07x}", description="x")
+    found = ideas.ideas(harness.read_results())
+    figure = page.chart(found, ideas.Noise.of(harness.read_results(), found))
+    *small, large = (y for _, y in sorted(xy for marks in figure.data[:4] for xy in zip(marks.x, marks.y, strict=True)))
+    assert small == scores[:-1] and large < 1.21
+
+
 def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, monkeypatch, capsys):
     at(monkeypatch, tmp_path)
     for commit, val_bpb in {"aaaaaaa": 1.3, "bbbbbbb": 1.2, "ccccccc": 1.4}.items():

@@ -644,6 +644,21 @@ def test_the_picture_begins_with_the_baseline_not_with_an_idea_that_ended_before
     assert chart.get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
 
 
+def test_what_was_merged_later_is_no_near_miss(drawn):
+    where = dict(memory_gb=1.0, gpu="g", dataset="d")
+    for commit, val_bpb, subject in (
+        ("a", 1.5, "baseline"),
+        ("b", 1.3, "wider"),
+        ("c", 1.4, "deeper"),
+        ("d", 1.41, "longer"),
+        ("e", 1.2, "deeper, again on b"),
+    ):
+        harness.log_result(val_bpb=val_bpb, description=subject, commit=commit, **where)
+    (chart,) = drawn()
+    assert re.findall(r"\w+", chart.texts[0].get_text().partition("kept before)")[2])[-1:] == ["longer"]
+    assert "deeper" not in chart.texts[0].get_text().partition("near misses")[2]
+
+
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
     harness.log_result(val_bpb=1.3, description="idea [2]", **where)
