@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import re
+import statistics
 import sys
 
 from harness import read_results
@@ -76,15 +77,14 @@ def about_night(rows: list[dict]) -> str:
 
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    edits = grouped(group, lambda idea: " -> ".join(idea.values[name]))
-    tried = ", ".join(" ".join([edit, *(gain(idea, noise) for idea in same)]) for edit, same in edits.items())
-    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
-    for idea in group:
-        old, new = idea.values[name]
-        change = idea.change or 0.0
-        if idea.status == "keep" or abs(change) > noise.band(len(idea.changes), idea.same_seed):
+    tried, worth = [], {group[0].values[name][0]: 0.0}  # of each value: the sum of kept or real changes that led to it
+    for (old, new), same in grouped(group, lambda idea: idea.values[name]).items():
+        tried.append(" ".join([f"{old} -> {new}", *(gain(idea, noise) for idea in same)]))
+        changes = [change for idea in same for change in idea.changes] or [0.0]
+        change, kept = statistics.mean(changes), any(idea.status == "keep" for idea in same)
+        if kept or abs(change) > noise.band(len(changes), all(idea.same_seed for idea in same)):
             worth[new] = worth.setdefault(old, 0.0) + change
-    return f"- {name}: {tried}; best {min(worth, key=worth.get)}"
+    return f"- {name}: {', '.join(tried)}; best {min(worth, key=worth.get)}"
 
 
 def gain(idea: Idea, noise: Noise) -> str:

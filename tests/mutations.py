@@ -939,7 +939,7 @@ SECTIONS = [
         ("(gain(idea, noise) for idea in same)", "(gain(idea, noise) for idea in same[:1])"),
     ]),
     ("What show says is best", "night/show.py", ["test_memory.py", "-k", "best_value"], [
-        ('if idea.status == "keep" or abs(change)', "if abs(change)"),
+        ("if kept or abs(change)", "if abs(change)"),
     ]),
     ("The loop", "night/rows.py", ["test_loop.py", "-k", "mended"], [
         ('rows()) if row["status"] != "crash"]\n        kept', 'rows())]\n        kept'),
@@ -1006,7 +1006,9 @@ SECTIONS = [
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or leave_records or chain or five_minute"], [
         ("worth[new] = worth.setdefault(old, 0.0) + change", "worth[new] = change"),
-        (">noise.band(len(idea.changes), idea.same_seed):" if False else "> noise.band(len(idea.changes), idea.same_seed):", "> 0:"),
+        ("> noise.band(len(changes), all(idea.same_seed for idea in same)):", "> 0:"),
+        ("changes = [change for idea in same for change in idea.changes]", "changes = same[0].changes"),
+        ("kept = statistics.mean(changes), any(", "kept = statistics.mean(changes), all("),
         ("    if not found and not setting:\n", "    if not found:\n"),
         ("        found = rows\n", "        pass\n"),
         ("abs(idea.change) < noise.band(len(idea.changes), idea.same_seed)", "abs(idea.change) < noise.seed"),

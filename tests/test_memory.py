@@ -291,17 +291,19 @@ def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, caps
 
 
 def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
-    def best(*tried: tuple, status: str = "discard") -> str:
+    def best(*tried: tuple) -> str:
         group = [
-            SimpleNamespace(values={"LR": (old, new)}, change=change, changes=[change], same_seed=True, status=status)
-            for old, new, change in tried
+            SimpleNamespace(values={"LR": tuple(pair)}, change=change, changes=[change], same_seed=True, status=status)
+            for *pair, change, status in ((*one, "discard")[:4] for one in tried)
         ]
         return show.knob("LR", group, ideas.Noise(0.0005, 9, 0.0005)).rpartition(" ")[2]
 
     assert best(("30", "29", -0.01), ("29", "28", -0.005)) == "28"
     assert best(("30", "29", -0.01), ("29", "28", 0.005), ("29", "27", -0.0005)) == "29"
     assert best(("30", "29", 0.01), ("30", "31", -0.0005)) == "30"
-    assert best(("30", "31", -0.0005), status="keep") == "31", "which is what the reference has"
+    assert best(("30", "31", -0.0005, "keep")) == "31", "which is what the reference has"
+    assert best(("30", "31", -0.0005, "keep"), ("30", "31", -0.0004)) == "31"
+    assert best(("30", "29", -0.004), ("30", "28", -0.003), ("30", "29", 0.001)) == "28", "29 has gained 0.0015"
 
 
 def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
