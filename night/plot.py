@@ -132,7 +132,8 @@ def draw(ax, rows: list[dict]) -> int:
 
 def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[str]:
     """Lines of text about the kept experiments and the ten best others, without those that were merged later."""
-    ideas = {Description.parse(row).subject.partition(AGAIN)[0] for row in merged}
+    again = [Description.parse(row).subject.partition(AGAIN) for row in merged]
+    ideas = {idea for idea, separator, _ in again if separator}
     kept, missed, before = [], [], None
     for number, row in zip(numbers, rows, strict=True):
         gain = f"{before - row['val_bpb']:7.4f}" if before else 7 * " "

@@ -773,6 +773,7 @@ SECTIONS = [
         ('            before = row["val_bpb"]\n', '            before = before or row["val_bpb"]\n'),
         ("np.minimum(y, top + margin)", "y"),
         (" and Description.parse(row).subject not in ideas", ""),
+        ("_ in again if separator}", "_ in again}"),
     ]),
     ("The command line", "night/__main__.py", ["test_night.py", "-k", "time_limit or refused"], [
         ("LIMIT * args.per_gpu", "LIMIT"),

@@ -650,12 +650,12 @@ def test_what_was_merged_later_is_no_near_miss(drawn):
         ("a", 1.5, "baseline"),
         ("b", 1.3, "wider"),
         ("c", 1.4, "deeper"),
-        ("d", 1.41, "longer"),
+        ("d", 1.41, "wider"),
         ("e", 1.2, "deeper, again on b"),
     ):
         harness.log_result(val_bpb=val_bpb, description=subject, commit=commit, **where)
     (chart,) = drawn()
-    assert re.findall(r"\w+", chart.texts[0].get_text().partition("kept before)")[2])[-1:] == ["longer"]
+    assert re.findall(r"\w+", chart.texts[0].get_text().partition("kept before)")[2])[-1:] == ["wider"]
     assert "deeper" not in chart.texts[0].get_text().partition("near misses")[2]
 
 
