@@ -77,7 +77,8 @@ def about_night(rows: list[dict]) -> str:
 
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
     """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    tried, worth = [], {group[0].values[name][0]: 0.0}  # of each value: the sum of kept or real changes that led to it
+    tried = []
+    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
     for (old, new), same in grouped(group, lambda idea: idea.values[name]).items():
         tried.append(" ".join([f"{old} -> {new}", *(gain(idea, noise) for idea in same)]))
         changes = [change for idea in same for change in idea.changes] or [0.0]
