@@ -1,6 +1,5 @@
 """Commits of other versions of train.py, made without touching the working tree."""
 
-import os
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -18,7 +17,7 @@ def commit_train(parent: str, text: bytes, subject: str, ref: str, *merged: str)
     date = git("show", "-s", "--format=%cI", parent)
     with tempfile.TemporaryDirectory() as folder:
         env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
-        beside = partial(git, env=os.environ | env)
+        beside = partial(git, env=env)
         blob = beside("hash-object", "-w", "--stdin", input=text)
         beside("read-tree", parent)
         beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")

@@ -3,14 +3,14 @@
 import math
 import re
 import statistics
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import harness
 from harness import Description
 from night.records import curve_of, jump, run_seconds
-from night.rows import ROOT, arm, git, grouped, scores, seed_noise, uncommitted
+from night.rows import arm, git, grouped, scores, seed_noise, uncommitted
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
 MANY = 8  # so many edits of one file show how long one takes among other runs
@@ -87,8 +87,8 @@ def ideas(rows: list[dict]) -> list[Idea]:
 def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
     """Blob hashes of train.py in each commit and in its first parent, for the commits that this clone has."""
     names = "".join(f"{commit}:train.py\n{commit}^:train.py\n" for commit in commits)
-    options = dict(input=names, cwd=ROOT, text=True, capture_output=True)
-    out = subprocess.run(["git", "cat-file", "--batch-check=%(objectname)"], **options).stdout.splitlines()
+    options = dict(input=names.encode(), check=False)
+    out = harness.run_git("cat-file", "--batch-check=%(objectname)", **options).stdout.decode().splitlines()
     pairs = zip(commits, out[::2], out[1::2], strict=False)
     return {commit: (own, parent) for commit, own, parent in pairs if not own.endswith("missing")}
 
@@ -97,7 +97,7 @@ def read_diffs(found: list[Idea]) -> None:
     """Sets what each idea changed in train.py relative to its first parent."""
     if not found:
         return
-    options = "--no-walk=unsorted --no-show-signature --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
+    options = "--no-walk=unsorted --format=%x00%h --abbrev=7 --first-parent -m -U0 -p".split()
     log = git("log", "--no-color", *options, *(idea.commit for idea in found), "--", "train.py")
     patches = dict(part.partition("\n")[::2] for part in log.split("\0")[1:])
     for idea in found:

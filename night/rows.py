@@ -189,8 +189,8 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
 
 # ------------------------------------------------------------------------------------------ the commit to go back to
 def git_bytes(*args: str, **options) -> bytes:
-    """What git prints. options: for subprocess. Raises CalledProcessError."""
-    return subprocess.check_output(["git", *args], cwd=ROOT, **options)
+    """What git prints. options: of harness.run_git. Raises CalledProcessError."""
+    return harness.run_git(*args, **options).stdout
 
 
 def git(*args: str, **options) -> str:
@@ -198,8 +198,8 @@ def git(*args: str, **options) -> str:
 
 
 def archive(commit: str, *paths: str) -> bytes:
-    """A tar of a commit's files, byte for byte: ignores the user's core.autocrlf."""
-    return git_bytes("-c", "core.autocrlf=false", "archive", commit, "--", *paths)
+    """A tar of a commit's files, byte for byte."""
+    return git_bytes("archive", commit, "--", *paths)
 
 
 def commit_of(revision: str) -> str:
@@ -212,8 +212,7 @@ def commit_of(revision: str) -> str:
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
-    command = ["git", "log", "--no-walk=unsorted", "--no-show-signature", "--format=%H %s", *names, "--"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True)
+    run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False)
     log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
     if not log:
         raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
