@@ -1,6 +1,6 @@
 """
 Turns text into token shards, and reads them: the data loader and the metric. Not edited during research.
-Based on karpathy/autoresearch's prepare.py, whose train.py runs on this one unchanged.
+Based on karpathy/autoresearch's prepare.py. Its train.py runs against it where no kernels.py hides its own `kernels`.
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
@@ -21,7 +21,6 @@ import itertools
 import math
 import os
 import re
-import resource
 import shutil
 import struct
 import sys
@@ -31,13 +30,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-# torch, pyarrow, huggingface_hub and rustbpe take seconds to import, so they are imported where they are used
+# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: they take seconds
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
@@ -58,15 +57,15 @@ DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of th
 
 
 class PrepareError(Exception):
-    """One line for the user: what is wrong, and what to do."""
+    """What is wrong, and what to do, in one line."""
 
 
 # ---- Metric
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
     """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats / (ln 2 * sum of raw bytes), without BOS.
 
-    Scores each target exactly once whatever batch_size and seq_len are: the last batch is padded with targets of -1.
-    Calls model(x, y, reduction="none") in eval mode: int64 (batch_size, seq_len) -> (batch_size * seq_len,) nats.
+    Scores each target once whatever batch_size and seq_len are: the last batch is padded with targets of -1. Calls
+    model(x, y, reduction="none") in eval mode: int64 (batch_size, seq_len) -> (batch_size * seq_len,) nats.
     """
     import torch
     from torch.nn.functional import pad
@@ -101,12 +100,12 @@ class TokenStream:
         count = read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{tokenizer.directory} is incomplete: rerun the prepare.py command")
-        names = [SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a mapped shard counts as an open file
-        shards = [open_shard(tokenizer.directory / name, tokenizer.fingerprint, verify) for name in names]
-        self.tokens, self.checksums = zip(*shards, strict=True)
-        self.ends = np.cumsum([len(tokens) for tokens in self.tokens])
+        paths = [tokenizer.directory / SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
+        shards = (open_shard(path, tokenizer.fingerprint, verify) for path in paths)
+        sizes, self.checksums = zip(*((len(tokens), checksum) for tokens, checksum in shards), strict=True)
+        self.ends = np.cumsum(sizes)
+        # each mapped shard counts as an open file, of which many systems allow 256
+        self.shard = lru_cache(100)(lambda i: open_shard(paths[i], tokenizer.fingerprint)[0])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -114,7 +113,7 @@ class TokenStream:
     def read(self, start: int, n: int) -> np.ndarray:
         """n tokens from position `start`, across shards: (n,) uint16."""
         i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.tokens[i][start - int(self.ends[i]) :][:n]  # negative index: counted from the shard's end
+        piece = self.shard(i)[start - int(self.ends[i]) :][:n]  # negative index: counted from the shard's end
         return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
 
 
@@ -151,30 +150,32 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
 
 # ---- Cache
 def cache_dir() -> Path:
-    return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
+    try:
+        return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
+    except RuntimeError:
+        raise PrepareError("this user has no home directory: set AUTORESEARCH_CACHE to a folder") from None
 
 
 def current_dataset() -> Path:
-    """The folder of this clone's dataset, else of the one prepared last. Raises PrepareError if there is none."""
-    name = read(DATASET) or read(cache_dir() / "current")
-    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (directory := cache_dir() / name).is_dir():
-        return directory
+    """The folder of this clone's dataset, else of the one prepared last."""
+    name, place = read(DATASET) or read(cache_dir() / "current"), cache_dir()
+    if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (place / name).is_dir():
+        return place / name
     missing = f"{name!r:.99} is not prepared" if name else "no data prepared"
-    remedy = "run `python prepare.py` first, or set AUTORESEARCH_CACHE to where it is"
-    raise PrepareError(f"{missing} in {cache_dir()}: {remedy}")
+    raise PrepareError(f"{missing} in {place}: run `python prepare.py` first, or set AUTORESEARCH_CACHE to where it is")
 
 
 def adopt_dataset(directory: Path) -> None:
     """Makes `directory` this clone's dataset unless it has one: what other clones prepare no longer changes it."""
-    with suppress(OSError):
-        if not read(DATASET):  # an interrupted run may have left it empty
+    if not read(DATASET):  # an interrupted run may have left it empty
+        with suppress(OSError):
             DATASET.write_text(directory.name)
 
 
 def read(path: Path) -> str:
     """The text of a small file, stripped; "" if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
-        return path.read_text("utf-8").strip()
+        return path.read_text("utf-8-sig").strip()
     return ""
 
 
@@ -229,7 +230,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
-        """The tokenizer of a dataset's folder (None: current_dataset()). Raises PrepareError if it is not usable."""
+        """The tokenizer of a dataset's folder (None: current_dataset())."""
         return cls(Path(directory or current_dataset()))
 
     @staticmethod
@@ -260,13 +261,19 @@ class Tokenizer:
         """Token ids of a text, or a list of ids per text. prepend: id or name of a special token to put first."""
         if isinstance(prepend, str):
             prepend = self.encoding.encode_single_token(prepend)
-        head = [] if prepend is None else [prepend]
-        if isinstance(text, str):
-            return head + self.encoding.encode_ordinary(text)
-        return [head + ids for ids in self.encoding.encode_ordinary_batch(text)]
+        if not isinstance(text, str):
+            with ThreadPoolExecutor(8) as pool:
+                return list(pool.map(lambda one: self.encode(one, prepend), text))
+        ids = [] if prepend is None else [prepend]
+        return ids + [i for piece in pieces(text) for i in self.encoding.encode_ordinary(piece)]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in pieces of 2^18 characters: tiktoken panics on 10^6 spaces."""
+    return (text[i : i + 2**18] for i in range(0, len(text), 2**18))
 
 
 def get_token_bytes(device="cpu"):
@@ -300,7 +307,10 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
 def dataset_id(directory: Path | None = None) -> str:
     """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Compare results only if their ids agree."""
     tokenizer = Tokenizer.from_directory(directory)
-    checksums = TokenStream(tokenizer, "train").checksums + TokenStream(tokenizer, "val").checksums
+    train, val = (TokenStream(tokenizer, split) for split in ("train", "val"))
+    checksums = train.checksums + val.checksums
+    if (scored := min(EVAL_TOKENS, len(val) - 1)) != min(2**22, len(val) - 1):  # the constant was edited
+        checksums += (b"%d targets" % scored,)
     return f"{tokenizer.directory.name.partition('@')[0]}-{hashlib.sha256(b''.join(checksums)).hexdigest()[:8]}"
 
 
@@ -309,6 +319,7 @@ HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/ti
 SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
+BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; characters of a .txt that are tokenized as one document
 Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of each, and the texts it is made from
 
 
@@ -327,21 +338,26 @@ def find_source(data: str) -> tuple[str, Callable]:
 def find_folder(folder: Path):
     if not folder.is_dir():
         raise PrepareError(f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}: check the spelling")
-    visible = [path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder)}"]
-    paths = [path for path in visible if path.suffix in (".parquet", ".txt") and path.is_file()]
+    files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    names = {path: path.relative_to(folder).as_posix() for path in files}
+    paths = [path for path in names if path.suffix.lower() in (".parquet", ".txt") and path.is_file()]
+    paths = [path for path in paths if "/." not in f"/{names[path]}"]
     if not paths:
         raise PrepareError(f"no .parquet or .txt files in {folder}: give --data another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"
+    parquet = [path for path in paths if path.parent == folder and is_parquet(path)]
+    if climbmix_like := {VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}:
+        paths = sorted(parquet, key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
+    if skipped := sorted({re.sub(r"((^|/)\.[^/]*)/.*", r"\1", names[path]) for path in names.keys() - set(paths)}):
+        print(f"in {folder}, not read ({len(skipped)}): {', '.join(skipped):.1000}")
     hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
-    parquet = [path for path in paths if path.parent == folder and path.suffix == ".parquet"]
-    if {VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}:
-        parquet.sort(key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
-        contents = [(path.name, hashes[path]) for path in parquet]
-        return label, contents, lambda n: read_parts(climbmix_like_parts(parquet, n))
+    if climbmix_like:
+        contents = [(path.name, hashes[path]) for path in paths]
+        return label, contents, lambda n: read_parts(climbmix_like_parts(paths, n))
     paths.sort(key=hashes.get)  # so that names do not matter
-    return label, sorted(hashes.values()), lambda n: own_files(paths, n)
+    return label, ["by document or span", *sorted(hashes.values())], lambda n: own_files(paths, n)
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
@@ -386,27 +402,35 @@ def read_parts(parts: list[tuple], repo: str = "") -> Files:
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
-    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train."""
+    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. Of a .txt
+    that is most of the text, long spans count as documents: a page between two that train has seen scores too low."""
+    total = sum(len(text) for path in paths for text in documents(path) if text)
+    longest, divided = max(PASSAGE, total // 20), set()
 
     def hashed():
-        for text in filter(None, itertools.chain.from_iterable(map(documents, paths))):
-            yield hashlib.sha256(text.encode()).digest()[:8], text
+        for path in paths:
+            for text in filter(None, documents(path)):
+                spans = [[text]] if is_parquet(path) else [*batches(passages(text), longest)]
+                divided.update([path.name] * (len(spans) > 1))
+                yield from ((hashlib.sha256("".join(span).encode()).digest()[:8], span) for span in spans)
 
     def in_order(chosen):
-        pairs = sorted((digest, text) for digest, text in hashed() if chosen[0] <= digest <= chosen[-1])
-        yield from (text for _, text in pairs)
+        pairs = sorted((digest, span) for digest, span in hashed() if chosen[0] <= digest <= chosen[-1])
+        return itertools.chain.from_iterable(span for _, span in pairs)
 
-    sizes = {digest: len(text) for digest, text in hashed()}
+    sizes = {digest: sum(map(len, span)) for digest, span in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
         raise PrepareError(f"{len(order)} different documents are too few for three splits: give more text")
+    if divided:
+        print(f"split by spans of {longest:,} characters, a twentieth of all text: {', '.join(sorted(divided)):.1000}")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield SHARD("test", 0), in_order(test)
     yield SHARD("val", 0), in_order(val)
-    shards = batches((text for digest, text in hashed() if digest >= train[0]), SHARD_CHARS)
-    for i, texts in enumerate(itertools.islice(shards, num_shards)):
-        yield SHARD("train", i), texts
+    texts = itertools.chain.from_iterable(span for digest, span in hashed() if digest >= train[0])
+    for i, batch in enumerate(itertools.islice(batches(texts, SHARD_CHARS), num_shards)):
+        yield SHARD("train", i), batch
 
 
 def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
@@ -424,22 +448,30 @@ def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
 
 def documents(path: Path) -> Iterator[str | None]:
     """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
-    if path.suffix == ".parquet":
-        yield from parquet_column(path)
+    if is_parquet(path):
+        yield from (text and text.lstrip(BOM) for text in parquet_column(path))
     elif path.is_dir():  # Python modules, sorted by the hash of their names
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = [file.relative_to(path) for file in path.rglob("*.py")]
         names = [name for name in names if skip.isdisjoint(name.parts)]
         names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-        yield from filter(None, ((path / name).read_text("utf-8", "replace") for name in names))
-    else:  # documents end at <|endoftext|>; longer ones are cut at the last newline within 8192 characters
+        yield from filter(None, ((path / name).read_text("utf-8-sig", "replace") for name in names))
+    else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         for document in data.split(b"<|endoftext|>"):  # one by one: a single emoji makes a str 4 bytes per letter
             try:
-                text = document.strip(b"\n").decode()
+                yield document.decode().strip(BOM + "\n")
             except UnicodeDecodeError:
                 raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
-            yield from (part[0] for part in re.finditer(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})", text))
+
+
+def passages(text: str) -> Iterator[str]:
+    """A text cut at the last newline within each PASSAGE characters, or after them."""
+    return (part[0] for part in re.finditer(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text))
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
 
 
 def parquet_column(path: Path) -> Iterator[str | None]:
@@ -447,10 +479,11 @@ def parquet_column(path: Path) -> Iterator[str | None]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if str(kind := file.schema_arrow.field("text").type) not in ("string", "large_string"):
-                raise TypeError(kind)
             for batch in file.iter_batches(256, columns=["text"]):
-                yield from batch.column(0).to_pylist()
+                texts = batch.column(0).to_pylist()  # Arrow has several types that hold strings
+                if not all(text is None or isinstance(text, str) for text in texts):
+                    raise TypeError(batch.column(0).type)
+                yield from texts
     except Exception as error:
         problem = f"{path} is damaged or has no string column `text` ({one_line(error)})"
         raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
@@ -511,10 +544,15 @@ def download(path: Path, repo: str) -> None:
                 raise
             path.unlink(missing_ok=True)  # not parquet
             cause = error.__cause__ or error
-            status = getattr(getattr(cause, "response", None), "status_code", 0)
+            response = getattr(cause, "response", None)
+            status = getattr(response, "status_code", 0)
+            problem = f"{path.name} of {repo}: {one_line(cause)}"
+            if reason := getattr(response, "headers", {}).get("X-Error-Message"):  # the hub's own
+                problem = f"{path.name} of {repo}: {status}, {reason}"
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
-            raise PrepareError(f"{path.name} of {repo}: {one_line(cause)}; run again, {ELSEWHERE}")
-        print(f"{path.name}: {one_line(cause)}; trying again in {2**attempt} s", flush=True)
+            login = "renew or unset HF_TOKEN (or `hf auth logout`), " if status in (401, 403) else ""
+            raise PrepareError(f"{problem}; {login}run again, {ELSEWHERE}")
+        print(f"{problem}; trying again in {2**attempt} s", flush=True)
         time.sleep(2**attempt)
 
 
@@ -544,7 +582,12 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
         print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
-        DATASET.write_text(directory.name)
+        try:
+            DATASET.write_text(directory.name)
+        except OSError as error:
+            if own or read(cache_dir() / "current") != directory.name:
+                raise
+            print(f"{one_line(error)}: this clone trains on what {cache_dir()} names as `current`")
     return directory
 
 
@@ -621,8 +664,7 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
     def encode(batch):
         ids = []
         for text in batch:
-            pieces = [text[i : i + 2**18] for i in range(0, len(text), 2**18)]  # 10^6 spaces overflow the regex
-            ids += [bos, *(tokenizer.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces)]
+            ids += [bos, *(tokenizer.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces(text))]
         return np.concatenate(ids).astype("<u2")
 
     n, checksum, waiting = 0, hashlib.sha256(), batches(texts, 2**18)

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import sys
+import types
 import urllib.request
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,121 @@ def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from(path,
     names = install_cell(tmp_path, monkeypatch)
     assert names["REPOSITORY"] == f"https://github.com/{repository}"
     assert names["ran"][0] == f"git clone -q --depth 50 https://github.com/{repository} autoresearch"
+
+
+HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
+
+
+def row(name: str, status: str = "keep") -> str:
+    return f"{name}\t1.000000\t0.0\t{status}\tsome idea"
+
+
+class Session:
+    """A clone, its cache and a Drive in one folder; cell() runs the cells that restore and save."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.drive, self.cache = folder / "drive", folder / "cache"
+        for place in (self.drive, self.cache, folder / "clone"):
+            place.mkdir()
+        monkeypatch.chdir(folder / "clone")
+        monkeypatch.setenv("AUTORESEARCH_CACHE", str(self.cache))
+        colab = types.ModuleType("google.colab")
+        colab.drive = types.SimpleNamespace(mount=lambda place: None)
+        monkeypatch.setitem(sys.modules, "google.colab", colab)
+        monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+        self.names = SETTINGS | dict(KEEP_ON_DRIVE=True, DRIVE=str(self.drive), os=os, Path=Path)
+
+    def cell(self, name: str) -> None:
+        exec(SOURCES[name], self.names)
+
+    def logs(self) -> tuple[list[str], list[str]]:
+        return tuple(Path(place, "results.tsv").read_text().splitlines() for place in (".", self.drive))
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch) -> Session:
+    return Session(tmp_path, monkeypatch)
+
+
+def write_log(folder: Path | str, *rows: str, header: str = HEADER) -> None:
+    Path(folder, "results.tsv").write_text("\n".join([header, *rows, ""]))
+
+
+def test_run_all_again_overwrites_no_newer_row_with_drives_older_log(session):
+    write_log(".")
+    session.drive.rmdir()  # nothing was saved yet
+    session.cell("restore")
+    write_log(".", row("a"), row("b"))
+    session.cell("save")
+    write_log(".", row("a", "discard"), row("b"), row("b"), row("c"))
+    session.cell("restore")  # the second Run all: Drive has a and b, and another word about a
+    assert session.logs()[0] == [HEADER, row("a", "discard"), row("b"), row("b"), row("c")]
+    session.cell("save")
+    assert session.logs()[0] == session.logs()[1]
+
+
+def test_the_rows_of_two_sessions_come_together_whoever_saves_last(session):
+    write_log(session.drive, row("a"), row("b"))
+    (session.drive / "results.tsv").write_text("\ufeff" + (session.drive / "results.tsv").read_text())
+    write_log(".")  # a fresh clone
+    session.cell("restore")
+    assert session.logs()[0] == [HEADER, row("a"), row("b")]
+    write_log(".", row("a"), row("b"), row("mine"))
+    write_log(session.drive, row("a"), row("b"), row("theirs"))
+    session.cell("save")
+    assert session.logs() == ([HEADER, row("theirs"), row("a"), row("b"), row("mine")],) * 2
+
+
+def test_a_log_with_other_columns_is_kept_beside_this_one_on_drive_too(session):
+    other = HEADER + "\tgpu"
+    write_log(session.drive, row("old") + "\tT4", header=other)
+    write_log(".", row("new"))
+    for _ in range(2):
+        session.cell("restore")
+        session.cell("save")
+        assert session.logs() == ([HEADER, row("new")],) * 2
+        kept = (session.drive / "results-of-another-version.tsv").read_text().splitlines()
+        assert kept == [other, row("old") + "\tT4"]
+
+
+@pytest.mark.parametrize("cell", ["restore", "save"])
+def test_the_log_goes_before_anything_large(session, monkeypatch, cell):
+    def full(*args, **options):
+        raise OSError("no space left")
+
+    write_log(session.drive, row("a"))
+    write_log(".", row("b"))
+    if cell == "save":
+        session.cell("restore")
+    (session.drive / "cache").mkdir()
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(OSError, match="no space left"):
+        session.cell(cell)
+    assert session.logs()[cell == "save"] == [HEADER, row("a"), row("b")]
+
+
+def test_files_of_the_cache_that_are_here_are_not_replaced_by_drives_older_ones(session):
+    for place, text in ((session.drive / "cache", "old"), (session.cache, "new")):
+        (place / "data").mkdir(parents=True)
+        (place / "current").write_text(text)
+    (session.drive / "cache" / "data" / "train_00000.bin").write_text("tokens")
+    write_log(".")
+    session.cell("restore")
+    assert (session.cache / "current").read_text() == "new"
+    assert [path.name for path in (session.cache / "data").iterdir()] == ["train_00000.bin"]
+    (session.cache / "raw").mkdir()
+    session.cell("restore")
+    session.cell("save")
+    assert (session.drive / "cache" / "current").read_text() == "new" and not (session.drive / "cache" / "raw").exists()
+
+
+@pytest.mark.parametrize(("before", "said"), [("2.11.0", "2.11.0 as before"), ("2.1.0", "2.11.0 instead of 2.1.0")])
+def test_the_install_cell_says_which_pytorch_is_there_now(tmp_path, monkeypatch, capsys, before, said):
+    versions = iter([before, "2.11.0"])
+    monkeypatch.setattr(metadata, "version", lambda name: next(versions))
+    copy_files(tmp_path)
+    install_cell(tmp_path, monkeypatch)
+    assert f"PyTorch {said}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

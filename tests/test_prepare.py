@@ -8,6 +8,8 @@ import tracemalloc
 from itertools import islice, pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -95,8 +97,10 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
     documents = list(prepare.documents(tmp_path / "book.txt"))
-    assert "".join(documents) == lines + "x" * 200_000 + "the end"
-    assert max(map(len, documents)) <= 2**13 and all(d.endswith("\n") for d in documents[:30]) and len(documents) < 75
+    assert documents == [lines + "x" * 200_000, "", "the end"]
+    passages = list(prepare.passages(documents[0]))
+    assert "".join(passages) == documents[0]
+    assert max(map(len, passages)) <= 2**13 and all(p.endswith("\n") for p in passages[:30]) and len(passages) < 75
 
 
 def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
@@ -106,7 +110,7 @@ def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
             file.write("🙂" * (i == 7) + "a line of a book\n" * 6000 + "<|endoftext|>")
     size = (tmp_path / "books.txt").stat().st_size
     tracemalloc.start()
-    documents = sum(1 for _ in prepare.documents(tmp_path / "books.txt"))
+    documents = sum(1 for text in prepare.documents(tmp_path / "books.txt") for _ in prepare.passages(text))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size > 20e6 and documents == 200 * 13 and peak < 2.2 * size, f"{peak / size:.1f} times its size"
@@ -123,6 +127,50 @@ def test_the_texts_of_a_parquet_file_come_in_order_with_the_empty_ones(tmp_path)
     documents[7], documents[300] = "", None
     write_parquet(tmp_path / "a.parquet", documents)
     assert list(prepare.documents(tmp_path / "a.parquet")) == documents
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+        pa.json_(),
+    ],
+    ids=str,
+)
+def test_every_arrow_type_that_holds_strings_is_text(tmp_path, kind):
+    """polars writes string_view, pandas' categories are dictionaries."""
+    documents = ["one", None, "", "naïve", "one"]
+    column = pa.array(documents, pa.string() if kind == pa.json_() else kind)
+    if kind == pa.json_():
+        column = pa.ExtensionArray.from_storage(kind, column)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert pq.read_schema(tmp_path / "a.parquet").field("text").type in (kind, pa.dictionary(pa.int8(), pa.string()))
+    assert list(prepare.documents(tmp_path / "a.parquet")) == documents
+
+
+@pytest.mark.parametrize("values", [[1, None], [b"bytes"], [["a list"]], [1.5]], ids=str)
+def test_a_column_of_anything_else_is_refused_by_the_name_of_its_type(tmp_path, values):
+    write_parquet(tmp_path / "a.parquet", values)
+    kind = str(pa.array(values).type).partition("<")[0]
+    with pytest.raises(prepare.PrepareError, match=rf"no string column `text` \({kind}"):
+        list(prepare.documents(tmp_path / "a.parquet"))
+
+
+def test_a_byte_order_mark_is_no_text_wherever_text_comes_from(tmp_path, monkeypatch):
+    """Windows' editors write one at the start of a file; files put together have several."""
+    (tmp_path / "a.txt").write_bytes("\ufeffone\n<|endoftext|>\n\ufeff\ntwo<|endoftext|>three".encode())
+    assert list(prepare.documents(tmp_path / "a.txt")) == ["one", "two", "three"]
+    write_parquet(tmp_path / "a.parquet", ["\ufeffone", "two", "\ufeff", None])
+    assert list(prepare.documents(tmp_path / "a.parquet")) == ["one", "two", "", None]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "a.py").write_text("\ufeffone")
+    assert list(prepare.documents(tmp_path / "modules")) == ["one"]
+    (tmp_path / "name").write_text("\ufeffname\n")
+    assert prepare.read(tmp_path / "name") == "name"
 
 
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
@@ -202,6 +250,14 @@ def test_encode_takes_texts_and_lists_and_prepends_by_id_or_name(tokenizer):
     assert tokenizer.encode("one", prepend="<|reserved_0|>") == [bos, *alone[0]]
 
 
+@pytest.mark.parametrize("text", [" " * 10**6, "\n" * 10**6, "word " * 10**6], ids=["spaces", "lines", "words"])
+def test_encode_takes_a_million_of_anything_and_gives_the_ids_that_a_shard_holds(tokenizer, tmp_path, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and tokenizer.encode([text, "x"], prepend=7)[0] == [7, *ids]
+    prepare.tokenize([text], tmp_path / "a.bin", tokenizer, math.inf)
+    assert prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint)[0][1:].tolist() == ids
+
+
 @pytest.mark.parametrize("text", ["a <|reserved_0|> b", " " * 10**6], ids=["name of a special token", "many spaces"])
 def test_any_text_survives_its_shard(tokenizer, tmp_path, text):
     """What looks like a special token is text, and a million spaces do not overflow the pattern."""
@@ -231,7 +287,7 @@ def test_validation_batches_are_the_stream_in_order(tokenizer, device):
 
 def test_reads_cross_the_borders_of_shards(tokenizer):
     stream = prepare.TokenStream(tokenizer, "train")
-    whole = np.concatenate(stream.tokens)
+    whole = np.concatenate([stream.shard(i) for i in range(3)])
     assert len(stream) == len(whole) and np.array_equal(stream.read(0, len(stream)), whole)
     for end in map(int, stream.ends[:-1]):
         for start, n in ((end - 5, 10), (end, 10), (end - 10, 10), (end - 1, 1), (5, len(whole) - 5)):

@@ -4,6 +4,7 @@ import ast
 import functools
 import itertools
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
 ):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     monkeypatch.setattr(prepare, "DATASET", tmp_path)
+    monkeypatch.setattr(prepare, "read", lambda path, read=prepare.read: "other" if path == tmp_path else read(path))
     assert f"Is a directory: '{tmp_path}': fix that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
@@ -146,6 +148,40 @@ def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(tmpfs, prepared
     run = run_prepare("--data", tmpfs / "more", cache=cache)
     assert run.returncode == 1 and run.stderr.count("\n") == 1 and "Read-only" in run.stderr, run.stderr
     assert run_prepare("--data", tmpfs / "more", cache=tmp_path).returncode == 0  # the text itself may be read-only
+
+
+def test_a_read_only_checkout_uses_what_is_ready_and_says_so_unless_it_has_another_dataset(
+    tmpfs, prepared, corpus, tmp_path
+):
+    cache, clone = shutil.copytree(prepared, tmp_path / "cache"), tmpfs / "clone"
+    clone.mkdir()
+    shutil.copy(ROOT / "prepare.py", clone)
+    for own, expected in ("", 0), ("another@12345678", 1):
+        subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
+        (clone / ".dataset").write_text(own)
+        subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
+        command = [sys.executable, "-B", clone / "prepare.py", "--data", corpus]
+        environment = os.environ | {"AUTORESEARCH_CACHE": str(cache)}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert run.returncode == expected and "Read-only file system" in run.stdout + run.stderr, run
+        assert (f"trains on what {cache} names as `current`\nready: corpus-" in run.stdout) == (expected == 0)
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder_and_a_named_one_works(prepared, monkeypatch, capsys):
+    """As in a container that runs under a number: neither HOME nor an entry in /etc/passwd."""
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("AUTORESEARCH_CACHE", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for args in (["--data", "climbmix"], ["--verify"]):
+        assert "no home directory: set AUTORESEARCH_CACHE" in fails(capsys, monkeypatch, *args)
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--verify"])
+    prepare.main()
+    assert "ready: corpus-" in capsys.readouterr().out
 
 
 # Download
@@ -238,6 +274,20 @@ def test_what_will_not_change_is_not_tried_again(hurried, tmp_path, code):
         with pytest.raises(PrepareError, match=rf"{code}.*set HF_ENDPOINT"):
             fetch(server, tmp_path)
         assert len(server.requests) <= 3 and not hurried  # one of them asks whether the hub answers
+
+
+@pytest.mark.parametrize(("code", "advice"), [(401, True), (403, True), (404, False), (410, False)])
+def test_the_hubs_own_reason_is_shown_and_a_login_that_it_refuses_is_named(
+    hurried, tmp_path, monkeypatch, code, advice
+):
+    """An HF_TOKEN that has expired makes the hub refuse what it gives to everybody."""
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    refused = http_faults.status(code, X_Error_Message="Invalid credentials in Authorization header")
+    with FaultyServer({}, [], itertools.repeat(refused)) as server, pytest.raises(PrepareError) as error:
+        fetch(server, tmp_path)
+    text = str(error.value)
+    assert f"a.parquet of some/data: {code}, Invalid credentials in Authorization header; " in text
+    assert ("renew or unset HF_TOKEN" in text) == advice and "run again" in text and "\n" not in text
 
 
 @pytest.mark.parametrize("fault", [http_faults.status(500), http_faults.status(429)], ids=["500", "429"])

@@ -182,7 +182,8 @@ def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypat
     write_texts(folder, documents[:200], documents[200:])
     directory = prepare.prepare(str(folder))
     tokenizer = Tokenizer.from_directory(directory)
-    shards = [tokenizer.decode(list(tokens)) for tokens in prepare.TokenStream(tokenizer, "train").tokens]
+    stream = prepare.TokenStream(tokenizer, "train")
+    shards = [tokenizer.decode(list(stream.shard(i))) for i in range(len(stream.ends))]
     shards = [shard.split("<|reserved_0|>")[1:] for shard in shards]
     sizes, train = [len("".join(shard)) for shard in shards], [document for shard in shards for document in shard]
     assert len(sizes) >= 8 and all(940 < size < 1060 for size in sizes[1:-1]) and max(sizes) < 1060
@@ -202,19 +203,88 @@ def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(t
             prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count))))
 
 
+def test_the_same_document_with_and_without_a_byte_order_mark_is_one(tmp_path):
+    documents = numbered(0, 200)
+    write_texts(tmp_path / "data", documents)
+    write_parquet(tmp_path / "data" / "marked.parquet", ["\ufeff" + document for document in documents])
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    assert {split: set(texts) for split, texts in splits.items()} == {
+        s: set(e) for s, e in own_splits(documents).items()
+    }
+    assert sum(map(len, splits.values())) == 400
+
+
+def novel(first: int, chars: int) -> str:
+    lines = (f"Line {i} of a novel, whose square is {i * i}.\n" for i in itertools.count(first))
+    return "".join(next(prepare.batches(lines, chars))).strip("\n")
+
+
+def test_a_novel_is_split_by_long_spans_and_says_so(tmp_path, capsys):
+    """Validation and test are one span each, of 5%, in one piece: no page of theirs lies between two of train."""
+    text, folder = novel(0, 600_000), tmp_path / "data"
+    write_texts(folder, [text])
+    splits = {split: "".join(pages) for split, pages in splits_of(prepare.prepare(str(folder))).items()}
+    assert sorted(len(splits[split]) // 10_000 for split in ("val", "test")) in ([3, 3], [0, 3])
+    assert splits["val"] in text and splits["test"] in text and sum(map(len, splits.values())) == len(text)
+    assert (
+        f"split by spans of {len(text) // 20:,} characters, a twentieth of all text: 000.txt\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_where_there_are_many_novels_each_is_in_one_split(tmp_path, capsys):
+    novels, folder = [novel(10_000 * i, 60_000) for i in range(30)], tmp_path / "data"
+    write_texts(folder, *([text] for text in novels))
+    expected, splits = own_splits(novels), splits_of(prepare.prepare(str(folder)))
+    assert {split: len(texts) for split, texts in expected.items()} == {"train": 28, "val": 1, "test": 1}
+    for split, parts in splits.items():
+        pages = "".join(parts)
+        assert len(pages) == sum(map(len, expected[split])) and all(text in pages for text in expected[split])
+        assert max(map(len, parts)) <= 2**13
+    assert "split by spans" not in capsys.readouterr().out
+
+
+def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named(tmp_path, capsys):
+    documents, folder = numbered(0, 90), tmp_path / "data"
+    write_texts(folder, documents[:30])
+    (folder / "000.txt").rename(folder / "A.TXT")
+    write_parquet(folder / "B.PARQUET", documents[30:])
+    for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/objects/aa", ".git/HEAD", "linked/d.txt"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(name)
+    (folder / "linked").rename(tmp_path / "elsewhere")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    splits = splits_of(prepare.prepare(str(folder)))
+    assert sorted(itertools.chain(*splits.values())) == sorted(documents)
+    named = f"in {folder}, not read (5): .git, linked, notes.md, sub/.hidden.txt, sub/c.jsonl\n"
+    assert named in capsys.readouterr().out
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "corpus" / "more.txt").write_text("more")
+    write_parquet(tmp_path / "corpus" / "sub" / "more.parquet", documents)
+    prepare.prepare(str(tmp_path / "corpus"))
+    assert f"in {tmp_path / 'corpus'}, not read (2): more.txt, sub/more.parquet\n" in capsys.readouterr().out
+
+
 def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp_path):
     for i, name in enumerate((prepare.TEST_FILE, prepare.VAL_FILE)):
         write_parquet(tmp_path / "data" / name, numbered(100 * i, 100 * i + 100))
     assert splits_of(prepare.prepare(str(tmp_path / "data")))["val"] == own_splits(numbered(0, 200))["val"]
 
 
-def test_more_shards_than_open_files_are_allowed_work(tmp_path, cache, monkeypatch):
+def test_more_shards_than_open_files_are_allowed_work_and_the_limit_stays(tmp_path, cache, monkeypatch):
+    """Two passes over all shards, each of which counts as an open file while it is mapped."""
     monkeypatch.setattr(prepare, "SHARD_CHARS", 40)
-    prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 100))))
-    code = "import prepare; print(len(prepare.TokenStream(prepare.Tokenizer.from_directory(), 'train').tokens))"
+    folder = prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 250))))
+    code = """import prepare, resource
+stream = prepare.TokenStream(prepare.Tokenizer.from_directory(), "train")
+ids = [stream.read(int(start), 1)[0] for _ in "12" for start in stream.ends - 1]
+print(len(stream.ends), sum(map(int, ids)), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"""
     shutil.copy(ROOT / "prepare.py", tmp_path)
-    command = ["bash", "-c", 'ulimit -Sn 40; exec "$@"', "-", sys.executable, "-c", code]
-    assert int(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout) > 60
+    command = ["bash", "-c", 'ulimit -Sn 150; exec "$@"', "-", sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    shards, total, limit = map(int, run.stdout.split())
+    ends = prepare.TokenStream(Tokenizer.from_directory(folder), "train").ends
+    assert shards > 180 and limit == 150 and total == 2 * sum(tokens_of(folder, "train")[end - 1] for end in ends)
 
 
 def test_the_embedded_corpus_is_each_module_of_the_standard_library_once(tmp_path, monkeypatch):
@@ -306,6 +376,18 @@ def test_datasets_in_climbmixs_layout_keep_the_id_that_earlier_versions_gave_the
     """So they hold the same tokens: every figure so far was measured on such a one."""
     (folder,) = prepared.glob("corpus@*")
     assert prepare.dataset_id(folder) == "corpus-0d993577"
+
+
+def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_scored(prepared, monkeypatch):
+    """Also of data that were prepared before the edit; the split of this corpus has fewer targets than 2^22."""
+    (folder,) = prepared.glob("corpus@*")
+    total = len(tokens_of(folder, "val")) - 1
+    ids = {}
+    for value in (2**22, 2**23, total, total - 1, 1000):
+        monkeypatch.setattr(prepare, "EVAL_TOKENS", value)
+        ids[value] = prepare.dataset_id(folder)
+    assert ids[2**22] == ids[2**23] == ids[total] == "corpus-0d993577"
+    assert len({ids[total], ids[total - 1], ids[1000]}) == 3
 
 
 @pytest.mark.parametrize(
