@@ -6,7 +6,7 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --sample "Once"  # text by saved weights
 
 In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
-Data and metric: prepare.py; clock and log: harness.py; operators: kernels.py.
+Data and metric: prepare.py; clock and log: harness/; operators: kernels.py.
 """
 
 import dataclasses

@@ -76,6 +76,6 @@ def doubts(commits: list[str]) -> list[str]:
     if git("diff", "--name-only", "HEAD", "--", "train.py"):
         found.append("train.py here has uncommitted changes, which no run includes: commit them first")
     for commit in commits:
-        if other := git("diff", "--name-only", "HEAD", commit, "--", "harness.py", "prepare.py"):
+        if other := git("diff", "--name-only", "HEAD", commit, "--", "harness", "prepare.py"):
             found.append(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")
     return found

@@ -31,7 +31,7 @@ ROWS = ["test_cross_entropy.py", "-k", "rows_match and not 32000 and not 50257 o
 FUSED = ["test_cross_entropy.py", "-k", "not rows_match and not huge and not infinite"]
 LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject or git"]
 
-# (What it is in, file, tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
+# (What it is in; file, or folder of the file with the old text; tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
     ("Keep rules", "tests/bench/keep_rules.py", ["test_keep_rules.py"], [
         ("if lead > bar and", "if lead < bar and"),
@@ -349,7 +349,7 @@ SECTIONS = [
         ('getattr(optimizer, "num_skipped", 0)', 'getattr(optimizer, "steps", 0)'),
         ("vocab_size=tokenizer.get_vocab_size())", "vocab_size=VOCAB_SIZE)"),
     ]),
-    ("The wiring of a run", "harness.py", WIRING, [
+    ("The wiring of a run", "harness", WIRING, [
         ("            model.config = dataclasses.replace(config, device_batch_size=smaller)\n", "            return\n"),
         ("train(clock, tokenizer, device, args.seed, gpu)", "train(clock, tokenizer, device, 42, gpu)"),
         ("evaluate_bpb(model, tokenizer, model.config.device_batch_size", "evaluate_bpb(model, tokenizer, 4 * model.config.device_batch_size"),
@@ -366,7 +366,7 @@ SECTIONS = [
         ('{*self.parameters()} - tables', 'self.parameters()'),
         ("12 * self.config.head_dim * keys", "12 * self.config.n_embd * keys"),
     ]),
-    ("The FLOPs", "harness.py", ["test_train.py", "-k", "mfu"], [
+    ("The FLOPs", "harness", ["test_train.py", "-k", "mfu"], [
         ("clock.tokens / clock.elapsed() / this", "clock.steps / clock.elapsed() / this"),
         ('if device.type != "cuda" or not', "if not"),
         (' or not hasattr(model, "flops_per_token")', ""),
@@ -376,11 +376,11 @@ SECTIONS = [
         ("enabled=model.dtype == torch.float16)", "enabled=model.dtype == torch.bfloat16)"),
         ("cache_key_tag = str(BACKENDS)", "cache_key_tag = str(BACKENDS[2:])"),
     ]),
-    ("Weights and text", "harness.py", ["test_run.py", "-k", "saved or full_disk or sample or writ or official"], [
+    ("Weights and text", "harness", ["test_run.py", "-k", "saved or full_disk or sample or writ or official"], [
         ("else t).contiguous() for", "else t) for"),
         ("t.half() if t.dtype == torch.float32 else t", "t"),
         ("save_file(state, file.name, {", "save_file(state, WEIGHTS, {"),
-        ("with prepare.new_file(WEIGHTS) as file:", "with open(f'{WEIGHTS}.part{os.getpid()}', 'wb') as file:"),
+        ("with prepare.new_file(harness.WEIGHTS) as file:", "with open(f'{harness.WEIGHTS}.part{os.getpid()}', 'wb') as file:"),
         ("if args.save:", "if True:"),
         ("model.eval().load_state_dict", "model.load_state_dict"),
         ('torch.compiler.set_stance("force_eager")', "torch.no_grad()"),
@@ -393,7 +393,7 @@ SECTIONS = [
         ('textwrap.indent(text, "    ")', "text"),
         ("with suppress(Exception):  # of", "with suppress(OSError):  # of"),
     ]),
-    ("The summary", "harness.py", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or never"], [
+    ("The summary", "harness", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or never"], [
         ("TIME_BUDGET if args.seconds is None else args.seconds", "TIME_BUDGET"),
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": val_bpb'),
         ('score(model, tokenizer, "val")', 'score(model, tokenizer, "test")'),
@@ -406,14 +406,14 @@ SECTIONS = [
         ("assert clock.stopped is not None", "assert True"),
         ('{dtype}, {model.config}"', '{dtype}"'),
     ]),
-    ("The summary's times", "harness.py", ["test_run.py", "-k", "same_seed"], [
+    ("The summary's times", "harness", ["test_run.py", "-k", "same_seed"], [
         ('"first_step_sec": round(total - (', '"first_step_sec": round(total + ('),
         ('round(clock.tokens / seconds)', 'round(clock.tokens / total)'),
         ("eval_seconds = time.perf_counter() - start", "eval_seconds = time.perf_counter()"),
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
-    ("The record of a run", "harness.py", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
+    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": f"{val_bpb:.6f}"'),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
@@ -422,17 +422,17 @@ SECTIONS = [
         (', optimizer.param_groups[0]["lr"])\n        left', ')\n        left'),
         (', optimizer.param_groups[0]["lr"])\n        left', ', optimizer.param_groups[0]["initial_lr"])\n        left'),
     ]),
-    ("The end of a run", "harness.py", ["test_run.py", "-k", "lost_run or crash_row"], [
+    ("The end of a run", "harness", ["test_run.py", "-k", "lost_run or crash_row"], [
         ("if not math.isfinite(bpb):", "if False:"),
         ("for line in lines[:-3:-1]", "for line in lines[-2:]"),
         ("for line in lines[:-3:-1]", "for line in lines[:-2:-1]"),
         ('Path(frame.filename).name == "train.py"', "True"),
         ('or re.search("out of memory|can\'t allocate memory", str(error))', ""),
     ]),
-    ("The end of a run", "harness.py", ["test_harness.py", "-k", "wrong_shape"], [
+    ("The end of a run", "harness", ["test_harness.py", "-k", "wrong_shape"], [
         ("lines += re.findall(", "re.findall("),
     ]),
-    ("Signals", "harness.py", ["test_run.py", "-k", "signal or an_interrupt or closed_terminal"], [
+    ("Signals", "harness", ["test_run.py", "-k", "signal or an_interrupt or closed_terminal"], [
         ("signal.getsignal(number) != signal.SIG_IGN", "True"),
         ("handle_signals(signal.SIG_IGN)  # a second", "# a second"),
         ("handle_signals(signal.SIG_DFL)", "pass"),
@@ -440,7 +440,7 @@ SECTIONS = [
         ("    handle_signals(signal.SIG_IGN)\n    sys.exit(128", "    sys.exit(128"),
         ('130: "interrupted", 143: "killed"', '143: "interrupted", 130: "killed"'),
     ]),
-    ("A step that hangs", "harness.py", ["test_run.py", "-k", "hangs or stalls"], [
+    ("A step that hangs", "harness", ["test_run.py", "-k", "hangs or stalls"], [
         ("gc.disable()  # collecting", "pass  # collecting"),
         ("HANG = 120", "HANG = 12"),
         ("faulthandler.cancel_dump_traceback_later()", "pass"),
@@ -448,14 +448,14 @@ SECTIONS = [
     ("A whole run", "train.py", ["test_run.py", "-k", "official"], [
         ("scaler.get_scale() < 1:", "scaler.get_scale() <= 1:"),
     ]),
-    ("The compiler", "harness.py", ["test_gpu.py", "-k", "inductor"], [
+    ("The compiler", "harness", ["test_gpu.py", "-k", "inductor"], [
         ("== ReductionHint.DEFAULT", "!= ReductionHint.INNER"),
         ("features.reduction_numel, 1024)", "features.reduction_numel, 512)"),
         ("(unsure and short) or default", "unsure or default"),
         ("staticmethod(in_one_pass)", "staticmethod(default)"),
         ("force_filter_reduction_configs = True", "force_filter_reduction_configs = False"),
     ]),
-    ("The warm-up", "harness.py", ["test_train.py", "-k", "warm_up"], [
+    ("The warm-up", "harness", ["test_train.py", "-k", "warm_up"], [
         ("            model.zero_grad()\n            print(f\"Out", "            print(f\"Out"),
         ("if config.device_batch_size == 1:\n                    raise", "pass"),
         ("if sequences % b == 0)", ")"),
@@ -475,7 +475,7 @@ SECTIONS = [
         ("2 * config.n_embd * len(NGRAMS)", "2 * config.n_embd"),
         ("if gpu.peak_flops >= least", "if gpu.peak_flops > 2 * least"),
     ]),
-    ("The GPU", "harness.py", ["test_gpu.py"], [
+    ("The GPU", "harness", ["test_gpu.py"], [
         ("capability == (9, 0) and fa3_installed())", "fa3_installed())"),
         ("has_fa3=here.has_fa3 and capability == (9, 0))", "has_fa3=here.has_fa3)"),
         ("has_fa3=here.has_fa3 and capability == (9, 0))", "has_fa3=gpu.has_fa3)"),
@@ -519,7 +519,7 @@ SECTIONS = [
         ("stream = TokenStream(tokenizer, split)\n    n = min", "stream = TokenStream(tokenizer, 'train')\n    n = min"),
         (".sum(dtype=torch.float64)", ".mean(dtype=torch.float64) * batch_size * seq_len // 1"),
     ]),
-    ("The clock", "harness.py", CLOCK, [
+    ("The clock", "harness", CLOCK, [
         ("statistics.fmean(self._losses)", "loss"),
         ("self._losses, self._line = [], int", "self._line = int"),
         ("int(200 * progress) > self._line:", "progress > self._line / 200:"),
@@ -688,7 +688,7 @@ SECTIONS = [
         ('shutil.rmtree(path.parent / ".cache", ignore_errors=True)', "pass"),
         ("path.unlink(missing_ok=True)  # not parquet", "pass"),
     ]),
-    ("The log", "harness.py", LOG, [
+    ("The log", "harness", LOG, [
         ('round(val_bpb, 6) < (best', 'round(val_bpb, 6) <= (best'),
         ('round(val_bpb, 6) < (best', 'val_bpb < (best'),
         ('(row["gpu"], row["dataset"]) == (gpu, dataset)', 'row["gpu"] == gpu'),
@@ -703,12 +703,12 @@ SECTIONS = [
         ('f"{text} [{self.reason}]" if self.reason', "text if self.reason"),
         ('reason.replace("[", "(").replace("]", ")")', "reason"),
     ]),
-    ("The log", "harness.py", ["test_harness.py", "-k", "row"], [
+    ("The log", "harness", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),
     ]),
-    ("The log of a night", "harness.py", ["test_night.py", "-k", "as_they_are_written or replaced or whatever_changes"], [
-        ("plain_subject(subject) + DIFFERS * dirty", "subject"),
+    ("The log of a night", "harness", ["test_night.py", "-k", "as_they_are_written or replaced or whatever_changes"], [
+        ("plain_subject(subject) + DIFFERS * (diff.returncode == 1)", "subject"),
         ("if path.exists() and os.path.samestat(", "if path.exists() or os.path.samestat("),
         ("(?:, test (\\d+\\.\\d{6}))?", ""),
         ("int(seed or SEED)", "int(seed or 0)"),
@@ -719,7 +719,7 @@ SECTIONS = [
         ("[\\d.e+-]+ (?:M tokens", "[\\d.]+ (?:M tokens"),
         ("(?: as \\w+)?", ""),
     ]),
-    ("A run in a night", "harness.py", ["test_night.py", "-k", "three_keeps or two_runs or whatever_changes"], [
+    ("A run in a night", "harness", ["test_night.py", "-k", "three_keeps or two_runs or whatever_changes"], [
         ('Path(night_record()["row"]).write_text(line, "utf-8")', "pass"),
         ('if "commit" in record:', "if False:"),
     ]),
@@ -885,7 +885,7 @@ SECTIONS = [
         ("while self.pending or self.due() or self.gains or", "while self.pending or self.gains or"),
         ('text.startswith("refused") and text != ENDED', 'text.startswith("refused")'),
         ('squeezed(commit) == b"".join(text.split())', "read_train(commit) == text"),
-        ('if name != "train.py"]:', 'if name not in ("train.py", "harness.py")]:'),
+        ('if name != "train.py"]:', 'if name not in ("train.py", "harness")]:'),
         ("not text.rstrip().endswith(end)", "not text"),
         ('":!/results.tsv", ', ""),
         (""".replace("```", "'''")""", ""),
@@ -1102,7 +1102,7 @@ SECTIONS = [
     ]),
     ("Doubts", "night/commits.py", ["test_wave.py", "-k", "unlike_what"], [
         ('if git("diff", "--name-only", "HEAD", "--", "train.py"):', "if False:"),
-        ('"HEAD", commit, "--", "harness.py", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
+        ('"HEAD", commit, "--", "harness", "prepare.py")', '"HEAD", commit, "--", "prepare.py")'),
     ]),
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
         ("not in at_work] + abandoned", "] + abandoned"),
@@ -1172,21 +1172,21 @@ SECTIONS = [
 
 class Bug:
     def __init__(self, part: str, file: str, tests: list[str], old: str, new: str):
-        self.part, self.file, self.tests, self.old, self.new = part, file, tests, old, new
+        self.part, self.tests, self.old, self.new = part, tests, old, new
+        paths = [ROOT / file] if (ROOT / file).is_file() else sorted((ROOT / file).glob("*.py"))
+        self.count = sum(path.read_text().count(old) for path in paths)
+        self.file = next((path for path in paths if old in path.read_text()), paths[0]).relative_to(ROOT)
 
     def __str__(self) -> str:
         return f"{self.part}: {self.old!r} -> {self.new!r}"
-
-    @property
-    def count(self) -> int:
-        return (ROOT / self.file).read_text().count(self.old)
 
     def outcome(self) -> tuple[bool, str]:
         """Whether the tests noticed it, and which one did."""
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
             shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copytree(ROOT / "night", folder / "night", ignore=shutil.ignore_patterns("__pycache__"))
+            for name in ("harness", "night"):
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             for path in ROOT.iterdir():
                 if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
                     shutil.copy(path, folder)

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parent.parent
-NIGHT = [f"night/{path.name}" for path in ROOT.glob("night/*.*")]
-FILES = ["train.py", "prepare.py", "harness.py", "kernels.py", *NIGHT]
+FOLDERS = [str(path.relative_to(ROOT)) for name in ("harness", "night") for path in ROOT.glob(f"{name}/*.*")]
+FILES = ["train.py", "prepare.py", "kernels.py", *FOLDERS]
 WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
     " "
 )
@@ -49,8 +49,8 @@ def write_climbmix(folder: Path, count: int = 60) -> dict[str, bytes]:
 
 def copy_files(folder: Path) -> None:
     """The programs, as a clone has them."""
-    (folder / "night").mkdir(parents=True, exist_ok=True)
     for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 

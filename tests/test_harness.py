@@ -1,4 +1,4 @@
-"""harness.py: clock and log do what train.py and the night count on."""
+"""harness/: clock and log do what train.py and the night count on."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ from prepare import PrepareError
 def now(monkeypatch) -> list[float]:
     """The time, settable."""
     now = [1000.0]
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(harness.clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

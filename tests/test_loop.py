@@ -58,7 +58,7 @@ if word in "AB":
     edit(word, -1)
 elif word == "elsewhere":
     edit("A", -1)
-    pathlib.Path("harness.py").write_text("COLUMNS = []")
+    pathlib.Path("harness/log.py").write_text("COLUMNS = []")
 elif word == "hang":
     daemon()
     time.sleep(99)
@@ -84,7 +84,7 @@ elif word == "odd":
 EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
 # By the word of their agent, how proposals end
 ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
-ENDS |= dict(elsewhere="refused: it changes harness.py", hang="refused: no proposal within 12 s")
+ENDS |= dict(elsewhere="refused: it changes harness/log.py", hang="refused: no proposal within 12 s")
 ENDS |= dict(fail="refused: exit status 1", endless="refused: train.py must end with raise")
 ENDS |= dict(same=r"refused: (the same train.py as \w{7}, except for whitespace|train.py is unchanged)")
 
@@ -196,7 +196,7 @@ def test_the_prompt_holds_the_rules_the_memory_and_what_others_do(loop):
     assert "a run of it (1.5 M tokens) ends" in before
     assert "\nOnly train.py.\n\nThe budget is in tokens, " in before and "no improvement.\n\n2.0 hours" in before
     assert "Reference: " in memory and "not in this clone" not in memory
-    assert "- refused: it changes harness.py" in memory and "the loop ended" not in memory
+    assert "- refused: it changes harness/log.py" in memory and "the loop ended" not in memory
     assert re.search(r"# Being tried now by others\n- ", memory) and "A seed's standard deviation is 0.0000" in memory
 
 

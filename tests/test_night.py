@@ -512,11 +512,9 @@ def test_of_two_runs_of_one_commit_at_once_a_killed_one_leaves_its_row_too(night
 
 def test_a_run_that_is_killed_right_after_its_row_was_written_leaves_one_row(night):
     """Before it could hand over a copy."""
-    harness_py = night.folder / "harness.py"
-    text = harness_py.read_text().replace(
-        '["row"]).write_text(line', '["row"]); os.kill(os.getpid(), signal.SIGKILL) #'
-    )
-    harness_py.write_text(text)
+    log_py = night.folder / "harness" / "log.py"
+    text = log_py.read_text().replace('["row"]).write_text(line', '["row"]); os.kill(os.getpid(), 9) #')
+    log_py.write_text(text)
     night.edit("idea", "val_bpb = 1.2")
     assert night.start("python -m night run").wait(600) == 128 + signal.SIGKILL
     assert [(row["description"], row["status"]) for row in night.rows()] == [("idea", "keep")]
@@ -545,7 +543,7 @@ def test_noise_rows_are_named_by_their_seed(night):
 
 def test_options_in_the_documents_exist():
     """Each of train.py, prepare.py and night."""
-    parsers = {"train": "harness.py", "prepare": "prepare.py", "night": "night/__main__.py"}
+    parsers = {"train": "harness/experiment.py", "prepare": "prepare.py", "night": "night/__main__.py"}
     sources = {name: (ROOT / file).read_text("utf-8") for name, file in parsers.items()}
     known = {name: set(re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
     known["night"] |= known["train"]  # run passes them on

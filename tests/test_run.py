@@ -34,13 +34,15 @@ PRELUDE = """
 import dataclasses, itertools, math, os, resource, shutil, signal, sys, time
 from types import SimpleNamespace
 import torch, harness, prepare, train
+from harness import experiment
 
 sys.argv[0] = "train.py"
 train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
-    harness.time = SimpleNamespace(**vars(time) | {"perf_counter": lambda: min(seconds * next(looks), until)})
+    now = lambda: min(seconds * next(looks), until)
+    harness.clock.time = experiment.time = SimpleNamespace(**vars(time) | {"perf_counter": now})
 
 def replace(module, name, new):
     real = getattr(module, name)
@@ -337,7 +339,7 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_nigh
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
     edit = """
 split_of = lambda real, model, tokenizer, B, T, split: 1.5 if split == "test" else real(model, tokenizer, B, T, split)
-replace(harness, "evaluate_bpb", split_of)
+replace(experiment, "evaluate_bpb", split_of)
 """
     run = clone.run(edit=asks(score_test=True) + edit)
     assert run.summary["test_bpb"] == "1.5" and run.summary["val_bpb"] != "1.5", run
@@ -375,7 +377,7 @@ def line_of(text: str) -> int:
 
 
 LINE = f" line {line_of(LOOP)}"
-SCORE = "replace(harness, 'evaluate_bpb', lambda *_: {}) or loss"
+SCORE = "replace(experiment, 'evaluate_bpb', lambda *_: {}) or loss"
 FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reason in the row
     "nan": ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
     "memory": ("fail(torch.OutOfMemoryError('CUDA out of memory'))", "out of memory", "out of memory"),
@@ -426,13 +428,13 @@ def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, nam
 
 def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clone):
     for i, late in enumerate(("sample", "save_weights")):
-        run = clone.run("--save", edit=f"replace(harness, '{late}', lambda *_, **__: send(signal.SIGKILL))")
+        run = clone.run("--save", edit=f"replace(experiment, '{late}', lambda *_, **__: send(signal.SIGKILL))")
         assert run.code == -signal.SIGKILL and len(clone.statuses) == i + 1 and "val_bpb" in run.summary, run
 
 
 # Signals
 
-PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "harness, 'evaluate_bpb'"}
+PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "experiment, 'evaluate_bpb'"}
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -452,16 +454,16 @@ def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, n
 
 
 # `timeout` sends SIGTERM twice, impatient people Ctrl-C
-WRITING = "replace(harness, 'append_row', lambda real, *args: (send(NUMBER), real(*args), send(NUMBER)))\n"
+WRITING = "replace(harness.log, 'append_row', lambda real, *args: (send(NUMBER), real(*args), send(NUMBER)))\n"
 MOMENTS = {  # edit; description of the row; exit status
-    "before the row": ("replace(harness, 'process_seconds', lambda real: send(15) or real())", "[killed]", 143),
+    "before the row": ("replace(experiment, 'process_seconds', lambda real: send(15) or real())", "[killed]", 143),
     "while it is written": (WRITING, "", 0),
     "while that of an interrupt is": (
         f"{WRITING}replace(harness.Clock, 'release', lambda real, clock: send(NUMBER) or real(clock))\n"
         "at_step(5, lambda loss: send(15) or loss)",
         *("[killed]", 143),
     ),
-    "after the row": ("replace(harness, 'sample', lambda *_, **__: send(NUMBER))", "", None),
+    "after the row": ("replace(experiment, 'sample', lambda *_, **__: send(NUMBER))", "", None),
 }
 
 
@@ -503,7 +505,7 @@ def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_bef
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
     """`python train.py | head`: the summary finds a broken pipe."""
     edit = "sys.stdout.reconfigure(line_buffering=True)\n"
-    edit += "replace(harness, 'log_result', lambda real, **row: (real(**row), print('here'), time.sleep(0.5))[0])"
+    edit += "replace(experiment, 'log_result', lambda real, **row: (real(**row), print('here'), time.sleep(0.5))[0])"
     ours, theirs = os.pipe()
     run = clone.start(edit=edit, out=theirs)
     os.close(theirs)
@@ -517,16 +519,16 @@ def test_a_reader_that_goes_away_makes_no_second_row(clone):
 def test_a_step_that_hangs_says_where_and_the_run_goes_on_with_it(clone):
     """It is told after 120 s, which are one here."""
     edit = """
-dump = harness.faulthandler.dump_traceback_later
+dump = harness.clock.faulthandler.dump_traceback_later
 def soon(seconds, **options):
     assert seconds == 120
     dump(1, **options)
-harness.faulthandler.dump_traceback_later = soon
+harness.clock.faulthandler.dump_traceback_later = soon
 def wait_for_data(loss):
     time.sleep(1.5)
     return loss
 at_step(5, wait_for_data)
-replace(harness, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
+replace(experiment, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
 """
     run = clone.run(edit=edit)
     assert re.search(r"^Timeout \(0:00:01\)!\n(.*\n)*?.* in wait_for_data\n", run.err), run

@@ -263,12 +263,12 @@ def test_the_record_of_a_run_whose_task_fails_ends_with_its_row(tmp_path, monkey
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
     clone.commit(base="val_bpb = 1.3")
-    clone.run("echo '# another' >> harness.py && git commit -qam odd && git tag odd && git checkout -q base")
+    clone.run("echo '# another' >> harness/log.py && git commit -qam odd && git tag odd && git checkout -q base")
     (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
     output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS))
     odd = clone.run("git rev-parse --short=7 odd").strip()
     assert "train.py here has uncommitted changes, which no run includes: commit them first\n" in output
-    assert f"\n{odd} differs from HEAD in harness.py: its rows may not be comparable\n" in output
+    assert f"\n{odd} differs from HEAD in harness/log.py: its rows may not be comparable\n" in output
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.3]
 
 

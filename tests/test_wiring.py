@@ -130,7 +130,7 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
             patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
             patch.setattr(harness, "RESULTS", folder / "results.tsv")
-            patch.setattr(harness, "handle_signals", lambda handler: None)
+            patch.setattr(harness.experiment, "handle_signals", lambda handler: None)
             patch.setattr(train.GPT, "__init__", on_init)
             patch.setattr(train.GPT, "forward", on_forward)
             patch.setattr(train.MuonAdamW, "step", on_step)

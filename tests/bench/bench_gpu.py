@@ -1,7 +1,7 @@
 """
 A model of a GPU that is not at hand: what an optimizer step takes there, where the time goes, and the tokens of 300 s.
 
-    python tests/bench/bench_gpu.py                               # a table: each GPU that harness.py knows by name
+    python tests/bench/bench_gpu.py                               # a table: each GPU that harness knows by name
     python tests/bench/bench_gpu.py T4                            # the published port, then the size that a T4 gets
     python tests/bench/bench_gpu.py A100 --set depth=11 n_embd=768    # other sizes
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 # Python that runs inside the child before the run
 RECIPES = {
     "default": "",
-    "no-fa3": "harness.fa3_installed = lambda: False",
+    "no-fa3": "harness.gpu.fa3_installed = lambda: False",
     "four-bit": "train.FOUR_BIT = True",
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
@@ -68,7 +68,7 @@ def evaluate_both(model, tokenizer, *args):
         print(f"bos: {{bench_train.bos_aligned_bpb(model, tokenizer):.6f}}")
     print(f"bos_seconds: {{time.perf_counter() - start:.1f}}")
     return val_bpb
-harness.evaluate_bpb = evaluate_both
+harness.experiment.evaluate_bpb = evaluate_both
 harness.run(train.train, train.build_model)
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"

@@ -1,0 +1,24 @@
+"""What night tells a run, and the files that a run leaves for night."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def night_record() -> dict:
+    """What `python -m night` tells a run, as JSON in the environment variable AUTORESEARCH_RUN; {} without night.
+
+    commit, description: of its row, as of its start. log: whether to log it whatever its budget. score_test: whether
+    to score the test split, too. row: a file that gets a copy of the row. folder: for curve.tsv and summary.json,
+    written whether or not it is logged.
+    """
+    return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
+
+
+def write_record(name: str, text: str, mode: str = "w") -> None:
+    """Writes a file to the run's record folder, if night made one. A full disk costs the record, not the run."""
+    with suppress(KeyError, OSError), open(Path(night_record()["folder"], name), mode) as file:
+        file.write(text)
