@@ -6,15 +6,19 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import prepare
 from night import records
 from night.rows import experiments
 
-SCRATCH = "night-"  # prefix of temporary folders; the process id of the owner follows
+SCRATCH = "t4-night-"  # prefix of temporary folders; short, as the paths of Ray's sockets must be
+OWNER = "night-owner"  # file in them: the process id of the owner
 
 
 def scratch_folder() -> str:
     """A new temporary folder of this process."""
-    return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp")  # Ray's sockets need a short path
+    folder = tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp")
+    Path(folder, OWNER).write_text(str(os.getpid()))
+    return folder
 
 
 def clean(args: argparse.Namespace) -> None:
@@ -33,7 +37,7 @@ def clean(args: argparse.Namespace) -> None:
 
 
 def abandoned() -> list[Path]:
-    """This user's temporary folders whose process has ended: checkouts, and Ray's sessions."""
-    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*-*/") if path.stat().st_uid == os.getuid()]
-    owners = {path: path.name.split("-")[1] for path in sorted(found)}
+    """This user's temporary folders whose owner has ended: checkouts, and Ray's sessions."""
+    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*/") if path.stat().st_uid == os.getuid()]
+    owners = {path: prepare.read(path / OWNER) for path in sorted(found)}
     return [path for path, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]

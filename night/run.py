@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if not (child := os.fork()):
         return guard_train(args, row, front)
     harness.handle_signals(lambda number, _: os.kill(child, number))
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it can still be sent signals until it is reaped
+    harness.handle_signals(signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()
     if code < 0:

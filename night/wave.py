@@ -8,9 +8,11 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from harness import Description
-from night.clean import scratch_folder
+from night.clean import OWNER, SCRATCH, scratch_folder
 from night.commits import doubts
 from night.live import Board, wave_lock
 from night.records import end_record, folder_name, new_folder
@@ -51,6 +53,8 @@ LOCAL |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_prestart_worker_first_drive
 
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
 NEWS = 3  # seconds between two looks at a run's record
+ANSWER = 30  # seconds for a Ray cluster to answer, of which a slow disk takes some to load Ray
+LOG_END = 2**15  # bytes at the end of a run's output to take its last lines from
 
 # Runs in a separate process, so that this one takes no GPU memory
 GPU_NAMES = """
@@ -128,6 +132,8 @@ def start_ray(args: argparse.Namespace) -> Kind:
     os.environ.update(settings | os.environ)  # Ray reads them at import
     import ray
 
+    if args.address:
+        check_cluster(args.address)
     # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ask = [sys.executable, "-c", GPU_NAMES, args.setting]
@@ -135,7 +141,22 @@ def start_ray(args: argparse.Namespace) -> Kind:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes of a cluster have no clone
     ray.init(**options, log_to_driver=False, logging_level="ERROR")
     gpus = list(dict.fromkeys(asked.communicate()[0].splitlines())) or ["cpu"]
+    if asked.returncode:
+        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
     return Kind(gpus, args.setting, prepare.dataset_id(), anywhere=bool(args.address))
+
+
+def check_cluster(address: str) -> None:
+    """Raises PrepareError unless a Ray cluster answers at the address: ray.init would try for minutes."""
+    ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    remedy = "check --address or RAY_ADDRESS: HOST:PORT, or auto on a machine of the cluster"
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":  # Ray's own check takes long if nobody listens
+            socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
+        subprocess.run(ask, capture_output=True, check=True, timeout=ANSWER)
+    except (OSError, ValueError, OverflowError, subprocess.SubprocessError):
+        raise PrepareError(f"no Ray cluster answers at {address}: {remedy}") from None
 
 
 def same_gpus(kind: Kind) -> Kind:
@@ -362,14 +383,23 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
     env = os.environ | {"AUTORESEARCH_RUN": json.dumps(record or {})}
     set_threads(env)
     yield " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
-    own = tempfile.TemporaryDirectory(prefix=f"night-{os.getpid()}-", dir=folder)  # `clean` looks at the pid
-    with own as folder, open(f"{folder}/run.log", "w") as log:
+    end = bytearray()  # of its output
+
+    def read_output(pipe) -> None:
+        while text := pipe.read1():
+            end.extend(text)
+            del end[:-LOG_END]
+
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as folder:
+        Path(folder, OWNER).write_text(str(os.getpid()))  # for `clean`
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", folder], input=archive, check=True)
         for name, content in files.items():
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_bytes(content)
         Path(folder, "results.tsv").write_bytes(b"")  # instead of the archive's, which may be a link
-        child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log)
+        child = subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=-1, stderr=-2)
+        reader = threading.Thread(target=read_output, args=[child.stdout], daemon=True)
+        reader.start()
         sent, code = defaultdict(int), None  # bytes sent of each file of the record
         try:
             while code is None:
@@ -384,7 +414,8 @@ def run_in_checkout(archive: bytes, files: dict, command: list[str], record=None
         finally:
             child.terminate()
             child.wait()
-        tail = Path(log.name).read_text(errors="replace").splitlines()[-12:]
+        reader.join(NEWS)  # not for ever, should something that it started still have the pipe
+        tail = end.decode(errors="replace").splitlines()[-12:]
         yield Path(folder, "results.tsv").read_text("utf-8", errors="replace"), tail
 
 

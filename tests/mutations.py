@@ -723,13 +723,15 @@ SECTIONS = [
         ('Path(night_record()["row"]).write_text(line, "utf-8")', "pass"),
         ('if "commit" in record:', "if False:"),
     ]),
-    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
         ("self.dataset = args.setting, prepare.dataset_id()", "self.dataset = args.setting, None"),
         ("self.needed and not os.fstat", "self.needed and os.fstat"),
         ("not os.fstat(self.copy).st_size", "not [row for row in harness.read_results() if row['commit'] == self.record['commit']]"),
         ("self.needed and not", "not"),
         (" and self.count_rows() <= self.rows_before", ""),
         ('    if code < 0:\n        row.make_up("killed")\n', ""),
+        ("    harness.handle_signals(signal.SIG_IGN)\n    code", "    code"),
+        ("    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)", "    #"),
         ("    end_children()\n    if code < 0:", "    if code < 0:"),
         ("harness.git_head(args.seed)", "harness.git_head()"),
         ("        signal.setitimer(signal.ITIMER_REAL, PATIENCE)\n", ""),
@@ -839,6 +841,13 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "task_fails"], [
         ("if len(event) == 3 and folder:", "if event[-1] in LOST and folder:"),
+    ]),
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "wrong_address or without_end or asking"], [
+        ('if address != "auto":', "if False:"),
+        ("check=True, timeout=ANSWER", "timeout=ANSWER"),
+        (", OverflowError", ""),
+        ("            del end[:-LOG_END]\n", ""),
+        ("    if asked.returncode:", "    if False:"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
         ("    signal.signal(signal.SIGINT, signal.default_int_handler)\n", ""),
@@ -1107,6 +1116,8 @@ SECTIONS = [
     ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
         ("not in at_work] + abandoned", "] + abandoned"),
         ('Path("/proc", pid).exists()', "False"),
+        ("prepare.read(path / OWNER)", 'path.name.split("-")[2]'),
+        ('SCRATCH = "t4-night-"', 'SCRATCH = "night-"'),
         ("if args.yes:", "if True:"),
         ("not in kept]", "in kept]"),
     ]),

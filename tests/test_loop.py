@@ -219,7 +219,7 @@ def test_the_loop_ends_with_a_reason(loop, words, args, reason):
         night.send_signal(signal.SIGINT)
     output = loop.finish(night, code=130 * stop)
     assert re.search(rf"^{reason}", output, re.M) and "python -m night report" in output, output
-    assert not loop.processes() and not list(Path("/tmp").glob(f"night-{night.pid}-*"))
+    assert not loop.processes() and not list(Path("/tmp").glob(f"t4-night-{night.pid}-*"))
 
 
 def test_agents_take_turns_and_what_a_person_does_meanwhile_stays(loop):

@@ -43,7 +43,7 @@ def clone(prepared, tmp_path):
 def at(monkeypatch, folder: Path) -> None:
     """This process's night is the one in that clone."""
     monkeypatch.setattr(harness, "RESULTS", folder / "results.tsv")
-    for module in (ideas, show.records, records):
+    for module in (show.records, records):
         monkeypatch.setattr(module, "ROOT", folder)
     monkeypatch.setattr(records, "RUNS", folder / "runs")
     monkeypatch.setattr("night.rows.ROOT", folder)
@@ -397,10 +397,16 @@ def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, mon
     process.wait()
     gone, own = Path(f"/tmp/{clean.SCRATCH}{process.pid}-x"), Path(clean.scratch_folder())
     gone.mkdir()
+    (gone / clean.OWNER).write_text(str(process.pid))
+    others = [Path(f"/tmp/{name}{process.pid}-x") for name in (f"night-{os.getpid()}-", f"{clean.SCRATCH}backup-")]
+    for folder in others:
+        folder.mkdir()
     told = printed(capsys, clean.clean, yes=False)
     assert gone.exists() and "MB in " in told and "--yes deletes them" in told
     assert all(word in told for word in ("ccccccc-42", "ddddddd-42", gone.name)) and "aaaaaaa" not in told
     printed(capsys, clean.clean, yes=True)
     left = {"aaaaaaa-42-300s", "bbbbbbb-42-300s", "ccccccc-1-300s"}
     assert {path.name for path in records.RUNS.iterdir()} == left and not gone.exists() and own.exists()
-    own.rmdir()
+    assert all(folder.exists() for folder in others), "somebody else's, whatever their names"
+    for folder in (own, *others):
+        shutil.rmtree(folder)

@@ -287,6 +287,36 @@ print(-code == ended_by == signal.SIGTERM)
     assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "True\n"
 
 
+@pytest.mark.parametrize("moment", ["while it waits", "after it has waited"])
+def test_a_signal_that_comes_when_the_guard_has_just_ended_costs_no_row(moment):
+    """Nor is it sent to whoever has the guard's process id by then."""
+    script = f"""\
+import os, signal, types
+import harness
+from night import run
+
+wait = os.waitpid
+
+def waitpid(pid, options):
+    result = wait(pid, options)
+    if {moment == "after it has waited"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+def waitid(*args):
+    result = real(*args)
+    if {moment == "while it waits"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+real, os.waitpid, os.waitid = os.waitid, waitpid, waitid
+run.Row = lambda args: types.SimpleNamespace(make_up=print)
+run.guard_train = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+print(run.run(None))
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "killed\n137\n"
+
+
 def test_exit_status_options_and_output_are_those_of_train_py(night):
     night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
     process = night.start("python -m night run --seed 5 --limit 60")

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from test_night import Night, command
 import harness
 import prepare
 from harness import Description
-from night import rows
+from night import rows, wave
 from night.live import Board
 from night.rows import Kind
 from night.wave import Run, Trainer, decide, log_row, same_gpus, table
@@ -573,6 +574,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
         ("good no-such-branch", "bad revision 'no-such-branch'"),
         ("good..good", r"good\.\.good: there are no such commits"),
         ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
+        ("good", "asking for this machine's GPUs failed with exit status 1"),
         ("good", "another wave, tune, loop or report of this clone is running"),
         ("good", r"results.tsv cannot take rows: its first line must be `commit\tval_bpb\t"),
     ],
@@ -581,6 +583,8 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
     clone.commit(good=SIX["good"])
     if "Ray" in remedy:
         (tmp_path / "bin" / "ray.py").write_text("raise ImportError('Ray')")
+    if "asking" in remedy:
+        (tmp_path / "bin" / "torch" / "cuda.py").write_text("def device_count(): raise RuntimeError('no driver')")
     if "cannot take" in remedy:
         (clone.folder / "results.tsv").write_text("my notes\n")
     if "another" in remedy:
@@ -588,6 +592,35 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
         fcntl.flock(other, fcntl.LOCK_EX)
     output = clone.finish(clone.wave(*revision.split()), code=1)
     assert re.search(rf"^night: .*{remedy}", output, re.M)
+
+
+@pytest.mark.parametrize("form", ["nobody", "no Ray", "no port", "ray", "port", "auto"])
+def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch, tmp_path, form):
+    monkeypatch.setattr(wave, "ANSWER", 4)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if form == "nobody":
+            server.close()
+        forms = {"no port": "localhost", "ray": f"ray://localhost:{port}", "port": "localhost:99999", "auto": "auto"}
+        address, begin = forms.get(form, f"127.0.0.1:{port}"), time.monotonic()
+        with pytest.raises(
+            prepare.PrepareError, match=f"no Ray cluster answers at {address}: check --address"
+        ) as error:
+            wave.check_cluster(address)
+    assert "\n" not in str(error.value) and time.monotonic() - begin < 30
+
+
+def test_of_a_run_that_prints_without_end_a_wave_keeps_the_last_lines_only(tmp_path, monkeypatch):
+    """In memory and on the disk alike."""
+    monkeypatch.setattr(wave, "set_threads", lambda env: None)
+    monkeypatch.setattr("ray.get_gpu_ids", list)
+    files = {"a.py": b"import os\nfor _ in range(99): print('x' * 10**5)\nprint('end', sorted(os.listdir()))"}
+    monkeypatch.setattr(wave, "NEWS", 0.1)
+    empty = subprocess.run(["tar", "-cT", "/dev/null"], capture_output=True, check=True).stdout
+    _, (rows, tail) = wave.run_in_checkout(empty, files, ["a.py"], folder=tmp_path)
+    assert rows == "" and len("".join(tail)) <= wave.LOG_END and tail[-1].startswith("end ")
+    assert tail[-1] == "end ['a.py', 'night-owner', 'results.tsv']"
 
 
 def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
