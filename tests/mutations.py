@@ -1117,7 +1117,6 @@ SECTIONS = [
         ("not in at_work] + abandoned", "] + abandoned"),
         ('Path("/proc", pid).exists()', "False"),
         ("prepare.read(path / OWNER)", 'path.name.split("-")[2]'),
-        ('SCRATCH = "t4-night-"', 'SCRATCH = "night-"'),
         ("if args.yes:", "if True:"),
         ("not in kept]", "in kept]"),
     ]),

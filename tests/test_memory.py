@@ -398,7 +398,7 @@ def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, mon
     gone, own = Path(f"/tmp/{clean.SCRATCH}{process.pid}-x"), Path(clean.scratch_folder())
     gone.mkdir()
     (gone / clean.OWNER).write_text(str(process.pid))
-    others = [Path(f"/tmp/{name}{process.pid}-x") for name in (f"night-{os.getpid()}-", f"{clean.SCRATCH}backup-")]
+    others = [Path(f"/tmp/{name}{process.pid}-backup") for name in ("night-", clean.SCRATCH)]
     for folder in others:
         folder.mkdir()
     told = printed(capsys, clean.clean, yes=False)

@@ -596,19 +596,25 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
 
 @pytest.mark.parametrize("form", ["nobody", "no Ray", "no port", "ray", "port", "auto"])
 def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch, tmp_path, form):
-    monkeypatch.setattr(wave, "ANSWER", 4)
+    if form == "no Ray":
+        monkeypatch.setattr(wave, "ANSWER", 4)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         if form == "nobody":
             server.close()
-        forms = {"no port": "localhost", "ray": f"ray://localhost:{port}", "port": "localhost:99999", "auto": "auto"}
+        forms = {
+            "no port": "localhost",
+            "ray": f"ray://localhost:{port}",
+            "port": f"localhost:{10**30}",
+            "auto": "auto",
+        }
         address, begin = forms.get(form, f"127.0.0.1:{port}"), time.monotonic()
         with pytest.raises(
             prepare.PrepareError, match=f"no Ray cluster answers at {address}: check --address"
         ) as error:
             wave.check_cluster(address)
-    assert "\n" not in str(error.value) and time.monotonic() - begin < 30
+    assert "\n" not in str(error.value) and time.monotonic() - begin < 20
 
 
 def test_of_a_run_that_prints_without_end_a_wave_keeps_the_last_lines_only(tmp_path, monkeypatch):
