@@ -40,5 +40,5 @@ def clean_environment() -> dict[str, str]:
 def run_git(*args: str, check: bool = True, env: dict | None = None, **options) -> subprocess.CompletedProcess:
     """Runs git in this clone, whatever the caller's environment and configuration. env: added variables; options: for
     subprocess.run. Raises CalledProcessError if git fails and `check` is set."""
-    command, env = ["git", *GIT_OPTIONS, *args], clean_environment() | (env or {})
-    return subprocess.run(command, cwd=harness.RESULTS.parent, env=env, capture_output=True, check=check, **options)
+    options = {"cwd": harness.RESULTS.parent, "capture_output": True} | options
+    return subprocess.run(["git", *GIT_OPTIONS, *args], env=clean_environment() | (env or {}), check=check, **options)

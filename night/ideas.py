@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import harness
 from harness import Description
 from night.records import curve_of, jump, run_seconds
 from night.rows import arm, git, grouped, scores, seed_noise, uncommitted
@@ -87,8 +86,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
 def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
     """Blob hashes of train.py in each commit and in its first parent, for the commits that this clone has."""
     names = "".join(f"{commit}:train.py\n{commit}^:train.py\n" for commit in commits)
-    options = dict(input=names.encode(), check=False)
-    out = harness.run_git("cat-file", "--batch-check=%(objectname)", **options).stdout.decode().splitlines()
+    out = git("cat-file", "--batch-check=%(objectname)", input=names.encode(), check=False).split("\n")
     pairs = zip(commits, out[::2], out[1::2], strict=False)
     return {commit: (own, parent) for commit, own, parent in pairs if not own.endswith("missing")}
 

@@ -190,7 +190,7 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
 # ------------------------------------------------------------------------------------------ the commit to go back to
 def git_bytes(*args: str, **options) -> bytes:
     """What git prints. options: of harness.run_git. Raises CalledProcessError."""
-    return harness.run_git(*args, **options).stdout
+    return harness.run_git(*args, cwd=ROOT, **options).stdout
 
 
 def git(*args: str, **options) -> str:
@@ -212,7 +212,7 @@ def commit_of(revision: str) -> str:
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
-    run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False)
+    run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False, cwd=ROOT)
     log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
     if not log:
         raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
