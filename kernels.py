@@ -1,5 +1,5 @@
 """Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
-sums of rows. The sections are independent; none depends on GPT, data or GPU names.
+sums of rows. None depends on GPT, data or GPU names; the sections share `triton`, `jit` and `_tracing` only.
 
 torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, everything runs without Triton.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS and Windows: CPU only
+except ImportError:  # a Linux CPU without Triton
     triton = None
 jit = triton.jit if triton else lambda function: function
 
@@ -176,7 +176,7 @@ def _chunk_rows(n, v, itemsize, device):
 
 def _addmm_(out, a, b, *, beta, alpha):
     """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
-    if a.is_cuda:  # batched: addmm of torch 2.9 adds fp16 only to fp16
+    if a.is_cuda:  # batched: addmm adds an fp16 product only to fp16
         out = out[None]
         torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
     else:

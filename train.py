@@ -441,7 +441,7 @@ def muon_update(p, update, scale, lr, decay):
 def as_stack(t):
     """View of a matrix (R, C), or of one per expert (E, R, C), as Muon's stack (n, R, C) with R >= C.
 
-    Wide matrices are transposed. (kC, C) becomes k squares: q, k and v are orthogonalized separately.
+    Wide matrices are transposed. (kC, C) becomes k squares, each orthogonalized separately: q, k and v, and MLPs, too.
     """
     wide = t.size(-2) < t.size(-1)
     squares = max(t.shape[-2:]) % min(t.shape[-2:]) == 0 and not (wide and t.ndim == 3)  # would need a copy

@@ -20,6 +20,7 @@ from test_night import Night
 from test_wave import TWO_SLOTS, Clone
 
 import harness
+import prepare
 from night import clean, ideas, live, page, plot, records, show
 from night.records import Point, folder_name
 
@@ -104,10 +105,10 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
     told = printed(capsys, plot.plot, revisions=["base", "jumps"])
     assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
-    with pytest.raises(harness.PrepareError, match=r"no row of .* has a loss curve in runs/"):
+    with pytest.raises(prepare.PrepareError, match=r"no row of .* has a loss curve in runs/"):
         shutil.rmtree(records.RUNS)
         plot.plot(argparse.Namespace(revisions=["base"]))
-    with pytest.raises(harness.PrepareError, match="there is no commit basis"):
+    with pytest.raises(prepare.PrepareError, match="there is no commit basis"):
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
@@ -232,7 +233,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
     assert re.search(r"- 1.3050\* \w{7} base \(\+5 -18\); only 85% of the usual tokens", told)
     assert f"-0.0500* {base}+ base (train.py differs)" in told
-    with pytest.raises(harness.PrepareError, match="no row, 60 s"):
+    with pytest.raises(prepare.PrepareError, match="no row, 60 s"):
         show.show(argparse.Namespace(revision=None, setting=", 60 s", md=True))
 
     # The luck of seeds 1 and 2, 0.01 and 0, is everybody's, but for 0.0005
