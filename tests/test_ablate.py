@@ -4,7 +4,6 @@ import functools
 import itertools
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from ablate import EDITS, OF_EXPERTS, effects, without
 import harness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TRAIN = Path(harness.__file__).with_name("train.py").read_text()
+TRAIN = harness.RESULTS.with_name("train.py").read_text()
 
 
 @functools.cache

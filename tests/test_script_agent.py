@@ -1,13 +1,12 @@
 """The agent that is a script: its edits still fit train.py, and it proposes nothing twice."""
 
 import random
-from pathlib import Path
 
 from script_agent import EDITS, moved, propose
 
 import harness
 
-TRAIN = Path(harness.__file__).with_name("train.py").read_bytes()
+TRAIN = harness.RESULTS.with_name("train.py").read_bytes()
 
 
 def test_two_hundred_proposals_are_new_each_and_compile():
