@@ -703,6 +703,9 @@ SECTIONS = [
         ('f"{text} [{self.reason}]" if self.reason', "text if self.reason"),
         ('reason.replace("[", "(").replace("]", ")")', "reason"),
     ]),
+    ("Git", "harness", ["test_harness.py", "-k", "exported"], [
+        ("if name not in GIT_PLACES", "if name"),
+    ]),
     ("The log", "harness", ["test_harness.py", "-k", "row"], [
         ('before = b"" if text.endswith(b"\\n") else b"\\n" if text', 'before = b"" if text'),
         ('text.split(b"\\n")[0].rstrip() != header', 'text.split(b"\\n")[0] != header'),

@@ -332,3 +332,18 @@ def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(lo
         assert log() == "keep"
     assert len(harness.read_results(log.path)) == 1
     assert "writing this row without the lock" in capsys.readouterr().err and next(clock) > 60
+
+
+def test_exported_git_variables_do_not_lead_to_another_repository(tmp_path, monkeypatch):
+    """A git alias, a hook or an export sets them: our calls read and write the clone all the same."""
+    other, here = tmp_path / "other", tmp_path / "here"
+    for folder, subject in ((other, "theirs"), (here, "ours")):
+        folder.mkdir()
+        for command in ("init -q", f"-c user.name=a -c user.email=a@b commit -q --allow-empty -m {subject}"):
+            subprocess.run(["git", *command.split()], cwd=folder, env=harness.clean_environment(), check=True)
+    monkeypatch.setattr(harness, "RESULTS", here / "results.tsv")
+    for name, value in dict(GIT_DIR=".git", GIT_INDEX_FILE=".git/index", GIT_WORK_TREE="").items():
+        monkeypatch.setenv(name, str(other / value))
+    assert harness.git_head()[1] == "ours"
+    assert harness.run_git("log", "-1", "--format=%s").stdout == b"ours\n"
+    assert not {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"} & harness.clean_environment().keys()
