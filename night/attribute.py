@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness import Description
-from night.commits import commit_train, group, read_train, without
+from night.commits import commit_train, group, new_branch, read_train, without
 from night.ideas import Noise
 from night.rows import ATTRIBUTION_SEEDS, branch, git, good, revisions, scores, seed_noise
 from night.wave import Trainer, run_of
@@ -54,9 +54,8 @@ def halves(count: int) -> np.ndarray:
 def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
     """Sets the effects and the verdict of each change.
 
-    measure(left_out, seeds, first): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from
-    0; returns what was really left out, with which seeds, and (runs, 2) val_bpb and test_bpb, NaN for crashes. first:
-    number of runs before these.
+    measure(left_out, seeds): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from 0;
+    returns what was really left out, with which seeds, and (runs, 2) val_bpb and test_bpb, NaN for crashes.
     sd, freedom: the standard deviation between versions with the same seed as known so far, its degrees of freedom.
     """
     left_out, seeds, scores = np.empty((0, len(changes)), bool), np.empty(0, int), np.empty((0, 2))
@@ -67,7 +66,7 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
         half = halves(1 + len(chosen)) ^ bool(again)  # round 2 swaps the halves: both together have resolution IV
         plan = np.zeros((len(half), len(changes)), bool)
         plan[:, chosen] = half[:, 1:]
-        found = measure(plan, 2 * again + half[:, 0], len(scores))  # the first column chooses one of two seeds
+        found = measure(plan, 2 * again + half[:, 0])  # the first column chooses one of two seeds
         left_out, seeds, scores = map(np.concatenate, zip((left_out, seeds, scores), found, strict=True))
         judge(changes, left_out, seeds, scores, sd, freedom)
     for change in changes:
@@ -118,7 +117,7 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
     changes = [Change(Description.parse(row).subject, lines) for row, lines in zip(kept[1:], added, strict=True)]
     train, begun = functools.partial(score_runs, trainer), set()
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         done, runs = np.zeros_like(plan), []
         for i, wanted in enumerate(plan):
             dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
@@ -126,8 +125,7 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
             while (run := (*sorted(dropped), seeds[i])) in begun:  # as changes that go together make equal files
                 seeds[i] += 2
             begun.add(run)
-            commit = build(files, dropped, full, f"{night}-without/{first + i}")
-            runs.append((commit, ATTRIBUTION_SEEDS + int(seeds[i])))
+            runs.append((build(files, dropped, full), ATTRIBUTION_SEEDS + int(seeds[i])))
         return done, seeds, train(runs)
 
     decide(changes, measure, *seed_noise(kept[-1], same_seed=True))
@@ -171,17 +169,17 @@ def possible(files: list[bytes], wanted: list[int], others: bool = True) -> set[
     return dropped
 
 
-def build(files: list[bytes], dropped: set[int], full: str, ref: str) -> str:
+def build(files: list[bytes], dropped: set[int], full: str) -> str:
     """The commit of the last file without the dropped changes. full: that of the last file itself."""
     if not dropped:
         return full
     subject = f"{full} without changes {', '.join(map(str, sorted(dropped)))}"
-    return commit_train(full, without(files, dropped), subject, ref)
+    return commit_train(full, without(files, dropped), subject, "without/")
 
 
-def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train: Callable) -> str:
+def prune(files: list[bytes], last: dict, changes: list[Change], name: str, train: Callable) -> str:
     """Checks the file without changes that are not shown to help or, if that is worse, without only the harmful ones.
-    The first that is no worse becomes the branch `ref`. last: the row of the last kept commit."""
+    The first that is no worse becomes a branch, `name` if there is none yet. last: the row of the last kept commit."""
     count, full = Counter(change.verdict for change in changes), last["commit"]
     text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}"
     margin = MARGIN * Noise.of([last]).rest
@@ -190,7 +188,7 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
         if not (dropped := possible(files, idle, others=False)):
             continue
         pruned = without(files, dropped)
-        commits = full, build(files, dropped, full, ref)
+        commits = full, build(files, dropped, full)
         found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
         costs, crashed = found[1::2, 0] - found[::2, 0], np.isnan(found[:, 0])
         fails = crashed[1::2].sum() > crashed[::2].sum() or np.isnan(costs).all()
@@ -199,7 +197,6 @@ def prune(files: list[bytes], last: dict, changes: list[Change], ref: str, train
         if worse <= margin:
             size = f"{len(pruned.splitlines())} lines, not {len(files[-1].splitlines())}"
             text += f". Without {len(dropped)} of them the file has {size}, and is no worse {numbers}"
-            return f"{text}: branch {ref}."
-        git("update-ref", "-d", f"refs/heads/{ref}")  # even if it is checked out somewhere
+            return f"{text}: branch {new_branch(name, commits[1])}."
         text += f". Without {len(dropped)} of them it {'crashes' if fails else f'is worse {numbers}'}"
     return f"{text}. Nothing is pruned."

@@ -172,8 +172,8 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     runs = []
     for report in (False, True):
         rows = Kind([gpu], setting, row["dataset"], report).rows()
-        for commit in {row["commit"] for row in rows}:
-            found = scores(good(rows, commit))  # one per seed: repeating a seed may give the same score
+        for commit, group in grouped(rows, lambda row: row["commit"]).items():
+            found = scores(good(group, commit))  # one per seed: repeating a seed may give the same score
             found = [run for run in found.items() if not report or run[0] < ATTRIBUTION_SEEDS]
             runs += [(f"{commit}{report}", f"{seed}{report}", bpb) for seed, bpb in found if len(found) > 1]
     if not runs:
@@ -195,11 +195,6 @@ def git_bytes(*args: str, **options) -> bytes:
 
 def git(*args: str, **options) -> str:
     return git_bytes(*args, **options).decode(errors="replace").strip()
-
-
-def archive(commit: str, *paths: str) -> bytes:
-    """A tar of a commit's files, byte for byte."""
-    return git_bytes("archive", commit, "--", *paths)
 
 
 def commit_of(revision: str) -> str:

@@ -65,7 +65,7 @@ def about_night(rows: list[dict]) -> str:
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
     lines += [knob(name, families.pop(name), noise) for name in knobs]
     for name, group in sorted(families.items()):
-        title = name or "train.py unchanged or not committed, or commit not in this clone"
+        title = name or "The first reference" + ", and what is not committed or not in this clone" * (len(group) > 1)
         if group[0].tuner:
             title += f": the best of {len(group)} trials"
             group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]

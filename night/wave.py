@@ -23,14 +23,13 @@ import harness
 import prepare
 from harness import Description
 from night.clean import OWNER, SCRATCH, scratch_folder
-from night.commits import doubts
+from night.commits import archive, doubts
 from night.live import Board, wave_lock
 from night.records import end_record, folder_name, new_folder
 from night.rows import (
     ROOT,
     Kind,
     Label,
-    archive,
     decide,
     discard_by_mean,
     good,

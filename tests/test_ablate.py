@@ -53,7 +53,7 @@ def test_both_designs_find_what_each_mechanism_is_worth(one_by_one):
     names, luck = [*EDITS], np.random.default_rng(3)
     worth = np.linspace(-0.002, 0.02, len(names))
 
-    def measure(plan, seeds, first):
+    def measure(plan, seeds):
         scores = 1.2 + plan @ worth + 0.001 * luck.standard_normal(len(plan))
         scores += 0.05 * (seeds % 2)  # a seed's luck, that of all versions
         return plan, seeds, np.stack([scores, scores - 0.1], 1)

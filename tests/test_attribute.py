@@ -1,8 +1,10 @@
 """The morning's attribution: verdicts on simulated nights whose truth is known; a played one with real git and Ray."""
 
 import math
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -66,8 +68,7 @@ def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> t
     """The changes of a simulated morning, and its runs. Without the change `needed` every run crashes."""
     runs = []
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert first == sum(runs)
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         runs.append(len(plan))
         scores = (1.2 + plan @ truth)[:, None] + rng.normal(0, luck, (len(plan), 2))
         scores += rng.normal(0, 10 * luck, (4, 2))[seeds]  # what a seed does to all
@@ -101,7 +102,7 @@ def test_a_change_without_which_every_run_crashes_is_needed_and_the_others_are_j
     changes, _ = judged([0.0, 0.01, -0.01, 0.01], 0.001, np.random.default_rng(2), needed=0)
     assert [change.verdict for change in changes] == ["needed", "real", "harmful", "real"]
     with pytest.raises(prepare.PrepareError, match="0 of 8 runs succeeded"):
-        decide([Change("a", 1)], lambda plan, seeds, _: (plan, seeds, np.full((len(plan), 2), math.nan)), 0.0, 0)
+        decide([Change("a", 1)], lambda plan, seeds: (plan, seeds, np.full((len(plan), 2), math.nan)), 0.0, 0)
 
 
 def test_effects_that_the_runs_cannot_tell_apart_are_not_called_real():
@@ -115,8 +116,10 @@ def test_effects_that_the_runs_cannot_tell_apart_are_not_called_real():
 
 
 def test_what_helps_on_val_alone_is_not_real():
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        noise = np.random.default_rng(first).normal(0, 1e-4, (len(plan), 2))
+    rng = np.random.default_rng(0)
+
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        noise = rng.normal(0, 1e-4, (len(plan), 2))
         return plan, seeds, plan @ np.array([[0.01, -0.01], [0.01, 0.01]]) + noise
 
     changes = [Change("val", 1), Change("both", 1)]
@@ -138,7 +141,7 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
     truth = np.full(count, 0.01)
     seen = []
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         seen.append(plan)
         worse = plan @ truth + 0.02 * (plan[:, 0] & plan[:, 1])  # without one of the two little is lost
         return plan, seeds, np.stack([worse, worse], 1)
@@ -206,11 +209,61 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
     assert possible(files, [1, 2], others=False) == {2} and possible(files, [1, 3], others=False) == {1, 3}
 
 
-def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(shell):
+def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
+    """A second commit at a place is refused; a branch that somebody has committed to stays."""
+    head = shell("echo a > train.py; git add .; git commit -q -m a; git rev-parse HEAD")
+    first = commits.commit_train(head, b"b", "b", "night-loop/1")
+    assert first == commits.commit_train(head, b"b", "b", "night-loop/1")
+    with pytest.raises(subprocess.CalledProcessError):
+        commits.commit_train(head, b"c", "c", "night-loop/1")
+    assert shell("git rev-parse refs/night/night-loop/1").startswith(first)
+    kept = commits.commit_train(head, b"c", "c", "without/")
+    assert shell(f"git rev-parse --short=7 refs/night/without/{shell(f'git rev-parse {kept}')}") == kept
+    assert shell("git branch --format='%(refname:short)'") == "night", "hundreds of branches"
+
+    assert [commits.new_branch("night-pruned", kept) for _ in range(2)] == ["night-pruned"] * 2
+    theirs = shell("git checkout -q night-pruned; git commit -q --allow-empty -m mine; git rev-parse HEAD")
+    assert commits.new_branch("night-pruned", kept) == "night-pruned-2"
+    assert shell("git rev-parse night-pruned") == theirs
+    shell("git checkout -q night; git branch night-deep/er")
+    assert commits.new_branch("night-deep", kept) == "night-deep-2"
+
+
+def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch):
+    """By the environment of a hook or an alias, by the user's configuration and attributes; on a signed parent, too."""
+    gpg = tmp_path / "gpg"
+    gpg.write_text("#!/bin/sh\necho '[GNUPG:] SIG_CREATED ' >&2\ncat > /dev/null\necho -----BEGIN PGP SIGNATURE-----\n")
+    gpg.chmod(0o755)
+    head = shell(
+        f"printf 'a\n\n\n\nb\n' > train.py; git add .; git -c gpg.program={gpg} commit -q -S -m a; git rev-parse HEAD"
+    )
+    plain = commits.new_commit(head, b"x\n\n\n\nb\n", "x"), commits.archive(head)
+    other, config = tmp_path / "other", tmp_path / "config"
+    attributes = "* text=auto eol=crlf export-ignore"
+    config.write_text(f"[log]\nshowSignature = true\n[gpg]\nprogram = {gpg}\n[merge]\nconflictStyle = diff3\n")
+    shell(f"git init -q {other}; echo '{attributes}' | tee .git/info/attributes > attributes")
+    with config.open("a") as file:
+        file.write(f"[core]\nautocrlf = true\nattributesFile = {tmp_path}/attributes\n[commit]\ngpgSign = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"):
+        monkeypatch.setenv(name, str(other))
+    assert (commits.new_commit(head, b"x\n\n\n\nb\n", "x"), commits.archive(head)) == plain
+    assert commits.revert(b"x\n\n\n\nb\n", b"a\n\n\n\nc\n", b"a\n\n\n\nb\n") == b"x\n\n\n\nc\n"
+    assert not [*other.glob("objects/??")]
+
+
+def test_tests_leave_a_repository_alone_that_somebody_else_names(tmp_path):
+    """As when a hook runs pytest: what tests commit would go to whatever GIT_DIR is."""
+    code = "import conftest, os; print({'GIT_DIR', 'GIT_INDEX_FILE'} & {*os.environ})"
+    env = os.environ | {"GIT_DIR": str(tmp_path), "GIT_INDEX_FILE": "index", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "set()\n"
+
+
+def test_a_branch_does_not_move_over_a_commit_that_came_meanwhile(shell):
     script = "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
     *pair, last = shell(script).split()
     with pytest.raises(subprocess.CalledProcessError):
-        commits.commit_train(pair[1], b"", "keep", "night", pair[0])
+        commits.move_branch("night", commits.new_commit(pair[1], b"", "keep", pair[0]), pair[1])
     assert shell("git rev-parse night") == last
 
 
@@ -220,21 +273,27 @@ def test_a_merge_does_not_take_a_commit_that_came_meanwhile_from_a_branch(shell)
         ([1.3] * 3, "is worse (+0.1000, margin 0.0000)"),
         ([1.2, math.nan, math.nan], "crashes"),
         ([math.nan] * 3, "crashes"),
+        ([1.1] * 3, ""),
     ],
 )
-def test_a_pruned_file_that_is_worse_or_crashes_leaves_no_branch_also_if_somebody_looks_at_it(shell, pruned, verdict):
+def test_only_a_pruned_file_that_is_no_worse_becomes_a_branch(shell, pruned, verdict):
+    """And not the one that somebody works on."""
     files = [b"a = 1\n", b"a = 2\n"]
 
     def score(runs: list) -> np.ndarray:
-        shell("git worktree add -q elsewhere night-pruned")
         assert [commit == head for commit, _ in runs] == [True, False] * 3
         return np.array([[bpb, math.nan] for one in pruned for bpb in (1.2, one)])
 
     head = shell("echo a = 2 > train.py; git add train.py; git commit -q -m a; git rev-parse --short=7 HEAD")
+    shell("git checkout -q -b night-pruned; git commit -q --allow-empty -m theirs; git checkout -q night")
     last = dict(commit=head, gpu="cpu", dataset="d", description="a", status="keep")
     text = prune(files, last, [Change("a", 0, verdict="no evidence")], "night-pruned", score)
-    assert text.endswith(f"Without 1 of them it {verdict}. Nothing is pruned.")
-    assert shell("git for-each-ref --format='%(refname)' refs/heads/night-pruned") == ""
+    branches = shell("git branch --format='%(refname:short)'").split()
+    assert shell("git log -1 --format=%s night-pruned") == "theirs"
+    if verdict:
+        assert text.endswith(f"Without 1 of them it {verdict}. Nothing is pruned.") and len(branches) == 2
+    else:
+        assert text.endswith(": branch night-pruned-2.") and shell("git show night-pruned-2:train.py") == "a = 1"
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):

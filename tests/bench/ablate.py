@@ -51,7 +51,7 @@ def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Chang
     if one_by_one:
         plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (SEEDS, 1))  # first of each seed: the full file
         seeds = np.arange(SEEDS).repeat(1 + len(names))
-        judge(changes, *measure(plan, seeds, 0), 0.0, 0)
+        judge(changes, *measure(plan, seeds), 0.0, 0)
     else:
         decide(changes, measure, 0.0, 0)
     return changes
@@ -65,12 +65,12 @@ def main() -> None:
     full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
     text = read_train(full).decode()
 
-    def measure(plan: np.ndarray, seeds: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         runs = []
-        for i, (row, seed) in enumerate(zip(plan, seeds.tolist(), strict=True), start=first):
+        for row, seed in zip(plan, seeds.tolist(), strict=True):
             left_out = [names[j] for j in np.flatnonzero(row)]
             version, subject = without(text, left_out).encode(), f"without {', '.join(left_out) or 'nothing'}"
-            runs.append((commit_train(full, version, subject, f"ablation/{i}"), ATTRIBUTION_SEEDS + seed))
+            runs.append((commit_train(full, version, subject, "ablation/"), ATTRIBUTION_SEEDS + seed))
         return plan, seeds, score_runs(trainer, runs)
 
     changes = effects(names, measure, one_by_one)

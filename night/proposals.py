@@ -1,0 +1,188 @@
+"""Proposals: their folders, verdicts and commits, the checkouts they are made in, and whether they are worth a run."""
+
+import ast
+import difflib
+import functools
+import re
+import shutil
+import subprocess
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import harness
+import prepare
+from night.clean import scratch_folder
+from night.commits import archive, read_train
+from night.records import RUNS
+from night.rows import git
+
+PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
+ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
+HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
+# For the throw-away repository of a checkout, whatever the user has told git
+SETTINGS = (
+    "user.name=night user.email=night@localhost core.autocrlf=false core.hooksPath=/dev/null commit.gpgSign=false"
+)
+
+
+# ------------------------------------------------------------------------------------------------ folders and verdicts
+def numbers() -> list[int]:
+    return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*") if path.name.isdecimal())
+
+
+def folder(n: int) -> Path:
+    return PROPOSALS / str(n)
+
+
+def note(n: int, verdict: str) -> None:
+    folder(n).mkdir(parents=True, exist_ok=True)
+    with prepare.new_file(folder(n) / "verdict.txt") as file:
+        file.write(f"{verdict}\n".encode())
+
+
+def verdict(n: int) -> str:
+    return prepare.read(folder(n) / "verdict.txt")
+
+
+def verdicts() -> list[str]:
+    return [text for n in numbers() if (text := verdict(n))]
+
+
+def count_verdicts() -> Counter:
+    """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
+    return Counter(re.match(r"\w*", text)[0] for text in verdicts() if text != ENDED)
+
+
+def write_diff(n: int, before: bytes, text: bytes) -> None:
+    lines = [content.decode(errors="replace").splitlines(keepends=True) for content in (before, text)]
+    (folder(n) / "train.diff").write_text("".join(difflib.unified_diff(*lines)), "utf-8")
+
+
+@contextmanager
+def new_proposal(branch: str) -> Iterator[int]:
+    """A number with its folder, which an error removes again."""
+    n = 1 + max([0, *numbers(), *(n for n, *_ in accepted(branch).values())])
+    note(n, ENDED)
+    try:
+        yield n
+    except BaseException:
+        shutil.rmtree(folder(n), ignore_errors=True)
+        raise
+
+
+def place(branch: str, n: int) -> str:
+    """Of a proposal's commit, below refs/night/."""
+    return f"{branch}-loop/{n}"
+
+
+def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
+    """(number, base, subject) of each proposal that was accepted on a branch, by commit."""
+    form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
+    options = ["--sort=version:refname", f"--format={form}", f"refs/night/{branch}-loop/"]
+    lines = [line.split("\t") for line in git("for-each-ref", *options).splitlines()]
+    return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines if n.isdecimal()}
+
+
+# ----------------------------------------------------------------------------------------------------------- checkouts
+def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
+    """A new folder with those of a commit's files that concern an agent, in a throw-away git repository; and their
+    contents."""
+    work = Path(scratch_folder(), "work")
+    work.mkdir()
+    files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
+    subprocess.run(["tar", "-x", "-C", work], input=files, check=True)
+    contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
+    options = dict(cwd=work, env=harness.clean_environment(), check=True)
+    subprocess.run(["git", "init", "-q", "--template="], **options)
+    for setting in SETTINGS.split():
+        subprocess.run(["git", "config", *setting.split("=")], **options)
+    (work / ".git" / "info").mkdir(exist_ok=True)
+    (work / ".git" / "info" / "attributes").write_text("* -text -filter -ident\n")  # bytes stay as they are
+    subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
+    return work, contents
+
+
+def plain(path: Path) -> bytes:
+    """The first 256 KiB of a regular file; empty for anything else, such as a symbolic link."""
+    with suppress(OSError):
+        if path.is_file() and not path.is_symlink():
+            with open(path, "rb") as file:
+                return file.read(2**18)
+    return b""
+
+
+# ------------------------------------------------------------------------------------------------ what a proposal does
+def fault(before: bytes, text: bytes, known: set[str]) -> str:
+    """Why a train.py is not worth a run; "" if it is. before: what it edits; known: commits that have a run."""
+    end = before.rstrip().splitlines()[-1]
+    if not text.rstrip().endswith(end):
+        return f"train.py must end with {end.decode().strip()}"
+    same = [commit for commit in known if program_of(commit) == program(text)]
+    return f"the same train.py as {same[0]}, but for comments and whitespace" if same else ""
+
+
+def program(text: bytes) -> str:
+    """Equal for two files that do the same but for comments, docstrings and layout; if it does not parse, its words."""
+    if not (tree := parse(text)):
+        return str(text.split())
+    for node in ast.walk(tree):
+        match getattr(node, "body", None):
+            case [ast.Expr(ast.Constant(str())), *rest]:
+                node.body = rest
+    return ast.dump(tree)
+
+
+@functools.cache
+def program_of(commit: str) -> str:
+    """Of a commit's train.py; "" if this clone does not have the commit."""
+    with suppress(subprocess.CalledProcessError):
+        return program(read_train(commit))
+    return ""
+
+
+def parse(text: bytes) -> ast.Module | None:
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def describe(before: bytes, text: bytes) -> str:
+    """An edit in a line: `SOFTCAP 12.0 -> 11.0, GPT.forward +2 -1`."""
+    pieces = [pieces_of(tree) if (tree := parse(code)) else {} for code in (before, text)]
+    old, new = pieces
+    found = []
+    for name in [name for name in {**old, **new} if all(pieces) and old.get(name) != new.get(name)]:
+        was, now = old.get(name, ""), new.get(name, "")
+        short = "\n" not in was + now and name.isidentifier() and was and now
+        found.append(f"{name} {was} -> {now}" if short else f"{name} {size_of(was, now)}")
+    return ", ".join(found) or f"train.py {size_of(*(code.decode(errors='replace') for code in (before, text)))}"
+
+
+def pieces_of(tree: ast.Module) -> dict[str, str]:
+    """A file's functions, methods, constants and other statements: the code of each, by its name."""
+    found = {}
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            match node:
+                case ast.ClassDef():
+                    visit(node.body, f"{prefix}{node.name}.")
+                case ast.FunctionDef():
+                    found[prefix + node.name] = ast.unparse(node)
+                case ast.Assign(targets=[ast.Name(name)], value=value) | ast.AnnAssign(ast.Name(name), value=value):
+                    found[prefix + name] = ast.unparse(value) if value else ""
+                case _:
+                    name = f"{prefix or 'train.py'}".rstrip(".")
+                    found[name] = f"{found.get(name, '')}{ast.unparse(node)}\n"
+
+    visit(tree.body, "")
+    return found
+
+
+def size_of(before: str, after: str) -> str:
+    """`+2 -1`: lines."""
+    lines = [*difflib.ndiff(before.splitlines(), after.splitlines())]
+    return " ".join(f"{sign}{n}" for sign in "+-" if (n := sum(line[0] == sign for line in lines))) or "+0"
