@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
     os.setsid()
     row.hand_over()
-    options = dict(cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
+    options = dict(cwd=ROOT, env=harness.clean_environment() | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
     command = [sys.executable, "train.py", *train_options(args, args.seed)]
     code, ended_by, end = guard(command, args.limit, front, row.folder / "log.txt", echo=True, **options)
     late = f"no evaluation within {args.limit / 60:g} min"

@@ -195,6 +195,15 @@ def test_a_log_that_cannot_grow_costs_the_log_and_not_the_run(night):
     assert [row["val_bpb"] for row in night.rows()] == [1.2]
 
 
+def test_a_run_gets_no_variable_that_sends_its_git_calls_elsewhere(night):
+    """As a hook or an alias sets them."""
+    night.edit(
+        "asks git", "val_bpb = 1.2 + len([name for name in os.environ if name in ('GIT_DIR', 'GIT_INDEX_FILE')])"
+    )
+    night.run("python -m night run", GIT_DIR="/nowhere/.git", GIT_INDEX_FILE="/nowhere/.git/index")
+    assert [(row["val_bpb"], row["description"]) for row in night.rows()] == [(1.2, "asks git")]
+
+
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
     night.train()
     assert night.decide() == "keep"
