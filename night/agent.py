@@ -16,7 +16,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from night.ideas import ideas
-from night.proposals import checkout, describe, folder, new_proposal, plain
+from night.proposals import checkout, describe, folder, live_row, new_proposal, plain
 from night.rows import AGAIN, ROOT, Kind, in_history
 from night.run import guard
 from night.show import about_night
@@ -163,10 +163,11 @@ def prompt(
         since[idea.family] = 0 if idea.status == "keep" else since[idea.family] + 1
     worn = [f"- {name}: {n}" for name, n in since.most_common(20) if name and n >= WORN]
     parts = dict(memory=[memory(rows)], worn=worn, now=[f"- {idea}" for idea in now], refused=refused)
+    size = "" if (live := live_row(rows)) is None else f", whose size is SIZES[{live}]"
     rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
     return PROMPT.format(
         budget=args.setting.strip(", ") or f"{prepare.TIME_BUDGET} s",
-        where=f"{kind.gpus[0]}, with dataset {kind.dataset}",
+        where=f"{kind.gpus[0]}{size}, with dataset {kind.dataset}",
         minutes=args.agent_limit / 60,
         python=sys.executable,
         rules=rules[1].strip() if rules else "",

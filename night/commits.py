@@ -130,6 +130,12 @@ def group(files: list[bytes], i: int) -> set[int]:
     return dropped
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what git, say, has to tell."""
+    said = (getattr(error, "stderr", b"") or b"").decode(errors="replace") or str(error) or type(error).__name__
+    return harness.clean(said.strip().split("\n")[0])
+
+
 def doubts(commits: list[str]) -> list[str]:
     """Warnings about commits that are to be compared with HEAD."""
     found = []

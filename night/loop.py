@@ -13,9 +13,9 @@ from time import monotonic, sleep
 
 import harness
 from night import agent as agents
-from night.commits import commit_train, doubts, read_train
+from night import proposals
+from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
-from night.proposals import accepted, count_verdicts, fault, folder, note, place, verdict, verdicts, write_diff
 from night.rows import AGAIN, branch, experiments, git, grouped, in_history, reference, revisions
 from night.run import train_options
 from night.wave import Run, Trainer, run_of, same_gpus, start_ray
@@ -42,7 +42,8 @@ def loop(args: argparse.Namespace) -> None:
     begins = all(row["status"] == "crash" or row["commit"] == base[0] for row in kind.rows())
     seeds = [harness.SEED, 1, 2] if begins else [harness.SEED]  # a night begins by measuring its noise
     try:
-        while begins and not accepted(night.branch) and night.may_ask():  # agents think while the reference trains
+        # Agents think while the reference trains
+        while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
         if trainer.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
@@ -57,12 +58,6 @@ def loop(args: argparse.Namespace) -> None:
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
         command = [sys.executable, "-m", "night", "report", *train_options(args), *options]
         os.execv(sys.executable, command)  # the same process: whoever ends the loop ends the report
-
-
-def why(error: Exception) -> str:
-    """The first line of what git, say, has to tell."""
-    said = (getattr(error, "stderr", b"") or b"").decode(errors="replace") or str(error) or type(error).__name__
-    return harness.clean(said.strip().split("\n")[0])
 
 
 class Loop:
@@ -95,7 +90,7 @@ class Loop:
                 since = None
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
                 since = monotonic() if since is None else since
-                if (reason := why(error)) != said:
+                if (reason := reason_of(error)) != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
                 if self.hours_left() <= 0 and monotonic() - since > TROUBLE and not self.trainer.pending:
@@ -152,10 +147,10 @@ class Loop:
         """Trains and settles what an earlier loop left unfinished."""
         known = grouped(self.kind.rows(), lambda row: row["commit"])
         self.queue, self.trained = [], 0
-        for commit, (n, base, subject) in accepted(self.branch).items():
+        for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
-            if re.match("keep|discard|crash", verdict(n)):
+            if re.match("keep|discard|crash", proposals.verdict(n)):
                 continue
             if rows:
                 self.gains.settle(n, base, rows[-1])
@@ -195,7 +190,7 @@ class Loop:
     def ask(self) -> None:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
-        refused = [f"- {text}" for text in verdicts() if text.startswith("refused")][-REFUSED:]
+        refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
@@ -205,8 +200,8 @@ class Loop:
         """
         trains = False
         if reason := agent.failure(self.args.agent_limit):
-            note(agent.n, f"failed: {reason}")
-            print(f"failed   proposal {agent.n}: {reason} ({folder(agent.n)}/agent.log)")
+            proposals.note(agent.n, f"failed: {reason}")
+            print(f"failed   proposal {agent.n}: {reason} ({proposals.folder(agent.n)}/agent.log)")
         else:
             others = [name for name in agent.changed() if name != "train.py"]
             changes = f"it changes {', '.join(others[:3])}" if others else ""
@@ -223,18 +218,19 @@ class Loop:
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        write_diff(n, before, text)
-        known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.runs()}
-        if reason := reason or fault(before, text, known):
-            note(n, f"refused: {reason}")
+        proposals.write_diff(n, before, text)
+        rows = self.kind.rows()
+        known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
+        if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
+            proposals.note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
-            self.accept(n, commit_train(base, text, idea, place(self.branch, n)), base, idea)
+            self.accept(n, commit_train(base, text, idea, proposals.place(self.branch, n)), base, idea)
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
         item = run_of(commit, subject), revisions([base])[0]
-        note(n, f"trains as {commit}")
+        proposals.note(n, f"trains as {commit}")
         self.proposed[commit] = n, base
         self.queue.insert(0 if AGAIN in subject else len(self.queue), item)
 
@@ -247,7 +243,7 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        count = count_verdicts()
+        count = proposals.count_verdicts()
         failed = count.pop("failed", 0)
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         reason, now = "", ""

@@ -16,7 +16,7 @@ import harness
 import prepare
 from night.clean import scratch_folder
 from night.commits import archive, read_train
-from night.records import RUNS
+from night.records import RUNS, record_of
 from night.rows import git
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
@@ -115,23 +115,41 @@ def plain(path: Path) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------ what a proposal does
-def fault(before: bytes, text: bytes, known: set[str]) -> str:
-    """Why a train.py is not worth a run; "" if it is. before: what it edits; known: commits that have a run."""
+def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
+    """Why a train.py is not worth a run; "" if it is. before: what it edits; known: commits that have a run; live: see
+    `live_row`."""
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
     same = [commit for commit in known if program_of(commit) == program(text)]
-    return f"the same train.py as {same[0]}, but for comments and whitespace" if same else ""
+    if same:
+        return f"the same train.py as {same[0]}, but for comments and whitespace"
+    if live is not None and program(text, live) == program(before, live):
+        return f"it changes only sizes of other GPUs: here SIZES[{live}] counts"
+    return ""
 
 
-def program(text: bytes) -> str:
-    """Equal for two files that do the same but for comments, docstrings and layout; if it does not parse, its words."""
+def live_row(rows: list[dict]) -> int | None:
+    """Which row of train.py's SIZES this GPU takes, as the latest run has printed; None if no run says so."""
+    for row in rows[:-20:-1]:
+        log = (record_of(row) or PROPOSALS) / "log.txt"
+        if found := re.search(r"\bSIZES\[(\d+)\]", plain(log).decode(errors="replace")):
+            return int(found[1])
+    return None
+
+
+def program(text: bytes, live: int | None = None) -> str:
+    """Equal for two files that do the same but for comments, docstrings and layout; if it does not parse, its words.
+    live: leaves out the sizes in other rows of SIZES, but not from which FLOP/s on they are taken."""
     if not (tree := parse(text)):
         return str(text.split())
     for node in ast.walk(tree):
         match getattr(node, "body", None):
             case [ast.Expr(ast.Constant(str())), *rest]:
                 node.body = rest
+        match node:
+            case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
+                node.value.elts = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
     return ast.dump(tree)
 
 

@@ -906,7 +906,7 @@ SECTIONS = [
         ("if reason else (self.refused + 1, 0)", "if False else (self.refused + 1, 0)"),
         ("if reason else (self.refused + 1, 0)", "if reason else (self.refused, self.failed + 1)"),
         ("elif agent.asked >= self.next_ask:", "else:"),
-        ("                if (reason := why(error)) != said:", "                if reason := why(error):"),
+        ("                if (reason := reason_of(error)) != said:", "                if reason := reason_of(error):"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
         ("            run, row = self.rows[0]", "            run, row = self.rows.pop()"),
@@ -925,7 +925,7 @@ SECTIONS = [
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("[harness.SEED, 1, 2] if begins else", "[harness.SEED] if begins else"),
-        ("while begins and not accepted(night.branch) and night.may_ask():", "while False:"),
+        ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
         ('row["status"] == "crash" or row["commit"] == base[0] for', "False for"),
     ]),
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "provider or leaves or cut_off or prompt or cannot_pass or environment"], [
@@ -953,6 +953,9 @@ SECTIONS = [
         ("not text.rstrip().endswith(end)", "not text"),
         ("if program_of(commit) == program(text)", "if read_train(commit) == text"),
         ("                node.body = rest\n", "                pass\n"),
+        ("row if i == live else", "row if i != live else"),
+        ('getattr(row, "elts", [row])[0] for', 'row.elts[1] for'),
+        ("program(text, live) == program(before, live)", "False"),
         ("if all(pieces) and", "if"),
         ("if text != ENDED", ""),
     ]),

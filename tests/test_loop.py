@@ -667,6 +667,24 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
     assert program(b"x =  =") == program(b"x = =\n") != program(b"x = = 1")
 
 
+def test_an_edit_of_other_gpus_sizes_alone_is_refused(played, monkeypatch):
+    """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
+    train = "SIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
+    log = played.folder / "log.txt"
+    monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
+    log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
+    assert proposals.live_row([dict(folder=played.folder), {}]) == 1 and proposals.live_row([{}]) is None
+
+    def fault(old: str, new: str, live: int | None = 1) -> str:
+        return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
+
+    assert (
+        fault("f(5)", "f(6)") == fault("f(3)", "g(3, 3)") == "it changes only sizes of other GPUs: here SIZES[1] counts"
+    )
+    assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
+    assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
+
+
 def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):
     night = loops.Loop(parse(["loop", "--agent=true", "--patience=3"]), played.pool)
     night.dry = lambda: 3
