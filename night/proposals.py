@@ -23,9 +23,16 @@ PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdic
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
 # For the throw-away repository of a checkout, whatever the user has told git
-SETTINGS = (
-    "user.name=night user.email=night@localhost core.autocrlf=false core.hooksPath=/dev/null commit.gpgSign=false"
-)
+SETTINGS = """
+[user]
+name = night
+email = night@localhost
+[core]
+autocrlf = false
+hooksPath = /dev/null
+[commit]
+gpgSign = false
+"""
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
@@ -97,8 +104,8 @@ def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
     options = dict(cwd=work, env=harness.clean_environment(), check=True)
     subprocess.run(["git", "init", "-q", "--template="], **options)
-    for setting in SETTINGS.split():
-        subprocess.run(["git", "config", *setting.split("=")], **options)
+    with open(work / ".git" / "config", "a") as file:
+        file.write(SETTINGS)
     (work / ".git" / "info").mkdir(exist_ok=True)
     (work / ".git" / "info" / "attributes").write_text("* -text -filter -ident\n")  # bytes stay as they are
     subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)

@@ -127,10 +127,10 @@ elif word == "odd":
 
 # --------------------------------------------------------------------------------- nights with a pool that is not there
 class Clock:
-    """Time that passes while the loop sleeps: quickly while no agent is at work. user: what somebody does meanwhile."""
+    """Time that passes while the loop sleeps: quickly while no agent is at work."""
 
     def __init__(self, file: Path):
-        self.time, self.file, self.user, self.night = 0.0, file, iter(()), SimpleNamespace(agents=(), next_ask=0.0)
+        self.time, self.file, self.night = 0.0, file, SimpleNamespace(agents=(), next_ask=0.0)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(0.05 if self.night.agents else 0)
@@ -138,15 +138,14 @@ class Clock:
         if not self.night.agents:
             self.time = max(self.time, self.night.next_ask)
         self.file.write_text(str(self.time))
-        next(self.user, None)
 
 
 class Pool:
-    """A trainer whose runs end at the next look, with the score that their train.py computes."""
+    """A trainer whose runs end at the next look, with the score that their train.py computes. user: what somebody does
+    meanwhile, a step per look."""
 
     def __init__(self, kind: Kind, slots: int):
-        self.kind, self.slots, self.gpus, self.pending, self.shares = kind, slots, 1, {}, []
-        self.looks = lambda run: 1  # how many looks a run takes
+        self.kind, self.slots, self.gpus, self.pending, self.user = kind, slots, 1, {}, iter(())
 
     def runs(self) -> list:
         return [run for run, *_ in self.pending.values()]
@@ -155,14 +154,13 @@ class Pool:
         return min(self.slots, runs)
 
     def submit(self, run, base, per_gpu=None) -> None:
-        self.pending[run.commit] = [run, base, self.looks(run)]
+        self.pending[run.commit] = run, base
 
     def ended(self):
-        for commit, entry in [*self.pending.items()]:
-            entry[2] -= 1
-            if entry[2] <= 0:
-                del self.pending[commit]
-                yield entry[0], self.train(*entry[:2])
+        next(self.user, None)
+        for commit, (run, base) in [*self.pending.items()]:
+            del self.pending[commit]
+            yield run, self.train(run, base)
 
     def train(self, run, base=("", "")) -> dict:
         found, to_beat = {}, rows.scores(rows.good(self.kind.rows(), base[0])).get(run.seed, 9.0)
@@ -179,7 +177,7 @@ class Played:
     """A clone, on branch `night`, and loops in this process."""
 
     def __init__(self, folder: Path, monkeypatch):
-        self.folder, self.monkeypatch = folder, monkeypatch
+        self.folder, self.monkeypatch, self.start = folder, monkeypatch, agents.start
         self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
         self.agent.write_text(AGENT)
         self.clock = Clock(folder.with_name("clock"))
@@ -206,13 +204,30 @@ class Played:
         env = harness.clean_environment()
         return subprocess.check_output(["sh", "-ec", script], cwd=self.folder, env=env, text=True).strip()
 
-    def night(self, *words: str, args=(), looks=None) -> loops.Loop:
-        """A night until its end. words: of agents, each a list of what it does."""
+    def puppet(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
+        """In place of agents.start: an agent without a process, which has ended at once."""
+        words = command.split()[2].split(",")
+        files = {"train.py": loops.read_train(base)}
+        with proposals.new_proposal(branch) as n:
+            word, work = words[(n - 1) % len(words)], self.folder.with_name(f"work{n}") / "work"
+        old, new = {"A": ("A = ", "A = -1 + "), "B": ("B = ", "B = -1 + "), "typo": ("A =", f"A = = {n}")}.get(
+            word, ("A = ", f"A = {n} + ")
+        )
+        work.mkdir(parents=True)
+        (work / "IDEA").write_text(f"{word} {n - 1}")
+        (work / "train.py").write_bytes(
+            files["train.py"].replace(old.encode(), new.encode() if word != "fail" else b"A = ")
+        )
+        ended = SimpleNamespace(poll=lambda: 0, returncode=int(word == "fail"), terminate=str, wait=str)
+        print(f"ask      proposal {n}")
+        return agents.Agent(n, now, name, base, work, files, ended)
+
+    def night(self, *words: str, args=(), real: bool = True) -> loops.Loop:
+        """A night until its end. words: of agents, each a list of what it does. real: in processes of their own."""
+        self.monkeypatch.setattr(agents, "start", self.start if real else self.puppet)
         command = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
         options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=20", *command, *args]
         night = self.clock.night = loops.Loop(parse(["loop", *options]), self.pool)
-        if looks:
-            self.pool.looks = looks
         base = self.shell("git rev-parse --short=7 HEAD"), "base"
         if not self.pool.kind.rows():
             self.pool.train(loops.run_of(*base), base)
@@ -257,7 +272,7 @@ def test_a_providers_limit_of_forty_minutes_does_not_end_a_night(played, capfd):
 
 
 def test_agents_that_never_answer_are_asked_until_the_hours_are_over_with_pauses_of_half_an_hour(played, capfd):
-    played.night("fail", args=["--hours=5"])
+    played.night("fail", args=["--hours=5"], real=False)
     output = capfd.readouterr().out
     assert "\nthe hours are over: 0 proposals so far" in output
     assert 10 <= output.count("\nfailed ") <= 16 and not played.tried()
@@ -292,9 +307,9 @@ def test_what_breaks_a_rule_or_was_tried_is_refused_and_five_in_a_row_end_the_ni
 
 
 def test_the_loop_ends_after_ten_crashes_in_a_row_or_when_gains_stay_away(played, capfd):
-    played.night("typo")
+    played.night("typo", real=False)
     assert "\n10 runs in a row crashed: " in capfd.readouterr().out and len(played.tried()) == 10
-    played.night("A" + ",worse" * 9, args=["--patience=3"])
+    played.night("A" + ",worse" * 9, args=["--patience=3"], real=False)
     assert "\n3 experiments without a gain: " in capfd.readouterr().out
 
 
@@ -327,8 +342,8 @@ def test_git_that_fails_for_a_while_ends_no_night(played, capfd):
     lock = played.folder / ".git" / "refs" / "heads" / "night.lock"
     played.shell("git branch night-loop/best; git update-ref refs/night/night-loop/best HEAD")
     lock.touch()
-    played.clock.user = (lock.unlink() if i == 40 else None for i in itertools.count())
-    played.night("A,B", args=["--runs=2"])
+    played.pool.user = (lock.unlink() if i == 40 else None for i in itertools.count())
+    played.night("A,B", args=["--runs=2"], real=False)
     output = capfd.readouterr().out
     assert [status for _, status in played.tried()][:2] == ["keep", "keep"]
     assert output.count("trouble  ") == 1 and "night.lock" in output
@@ -339,11 +354,11 @@ def test_git_that_fails_for_a_while_ends_no_night(played, capfd):
 def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd):
     lock = played.folder / ".git" / "refs" / "heads" / "night.lock"
     lock.touch()
-    played.night("A", args=["--hours=0.2"])
+    played.night("A", args=["--hours=0.2"], real=False)
     assert "what waits is left for the next loop" in capfd.readouterr().out
     assert 0.2 * 3600 < played.clock.time < 2000 and played.verdicts()[0].startswith("waits")
     lock.unlink()
-    played.night("A", args=["--hours=0"])
+    played.night("A", args=["--hours=0"], real=False)
     assert played.shell("git rev-parse night").startswith(played.rows()[1]["commit"])
 
 
@@ -357,13 +372,13 @@ def test_what_a_person_does_with_git_meanwhile_costs_no_row_and_moves_no_commit(
         git checkout -q night
         git branch -D night-loop/1 || true; git gc -q --prune=now
         git checkout -q --detach; git checkout -q night""".splitlines()
-    steps = itertools.chain.from_iterable([[line] + [""] * 6 for line in script])
-    played.clock.user = (played.shell(f"{step} 2>&1") if step else None for step in steps)
-    played.night("A,B,worse", args=["--runs=12"])
-    assert not [*played.clock.user]
+    steps = itertools.chain.from_iterable([[line, ""] for line in script])
+    played.pool.user = (played.shell(f"{step} 2>&1") if step else None for step in steps)
+    played.night("A,B,worse", args=["--runs=16"], real=False)
+    assert not [*played.pool.user]
     output = capfd.readouterr().out
     tried = dict(played.tried())
-    assert len(tried) == len(played.tried()) == 12 and {*tried.values()} == {"keep", "discard"}
+    assert len(tried) == len(played.tried()) >= 16 and {*tried.values()} == {"keep", "discard"}
     assert played.shell("git log --format=%s other").split("\n")[0] == "elsewhere"
     assert "notes" in played.shell("git log --format=%s night").split("\n")
     assert "# mine" in played.shell("git stash show -p")
@@ -483,6 +498,14 @@ def test_one_bad_change_among_seven_costs_no_other_gain(bad):
     assert now == {*range(7)} - {bad} and runs <= (1 if bad is None else 7)
 
 
+def test_a_merge_leaves_out_what_conflicts_or_does_not_compile_with_the_gains_before():
+    base = b"def f():\n    a = 1\n    b = 1\n    c = 1\n    d = 1\n"
+    files = dict(old=base, c1=base.replace(b":\n", b":\n    n = 1\n"), c2=base + b"    global n\n")
+    files |= dict(c3=base.replace(b"b = 1", b"b = 2"), c4=base.replace(b"b = 1", b"b = 3"))
+    text, merged = gains.merge(base, [gain(n, 0.1) for n in (1, 2, 3, 4)], files.get)
+    assert text == files["c1"].replace(b"b = 1", b"b = 2") and [gain.n for gain in merged] == [1, 3]
+
+
 class Waiting:
     """Gains on a branch of their own clone, with merges that a test has trained as it likes."""
 
@@ -580,7 +603,6 @@ def test_a_loop_that_was_killed_takes_up_its_merges_where_they_are(waiting):
     """What is part of the reference is not trained again, what does not compile together is not merged."""
     first = waiting.gain(1, "A = 30", "A = 29", 1.31)
     waiting.gain(2, "B = 30", "B = 29", 1.32)
-    waiting.gain(3, "A = 30", "A = 29 +", 1.325)
     waiting.gains.advance(pending=True, over=False)
     waiting.ends(1.29)
     other = Gains(waiting.kind, "night", waiting.propose, lambda: [])
@@ -698,25 +720,25 @@ def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(played):
     """As if the loop had been killed between the two. Without its records, a night goes on, too."""
-    played.night("A", args=["--runs=1"])
+    played.night("A", args=["--runs=1"], real=False)
     before, path = played.rows(), proposals.folder(1) / "verdict.txt"
     verdict = path.read_text()
     path.write_text(f"trains as {before[-1]['commit']}\n")
-    played.night("A", args=["--runs=1"])
+    played.night("A", args=["--runs=1"], real=False)
     assert played.rows() == before and path.read_text() == verdict and verdict.startswith("keep: ")
     shutil.rmtree(proposals.PROPOSALS)
-    played.night("A,worse", args=["--runs=2"])
+    played.night("A,worse", args=["--runs=2"], real=False)
     assert played.rows()[: len(before)] == before and len(played.rows()) > len(before)
 
 
 def test_a_night_goes_on_while_somebodys_git_holds_the_index(played, capfd):
     lock = played.folder / ".git" / "index.lock"
     lock.touch()
-    played.night("A", args=["--runs=1"])
+    played.night("A", args=["--runs=1"], real=False)
     assert "git cannot write train.py: the branch moves on" in capfd.readouterr().out
     assert rows.reference(played.pool.kind) == played.rows()[-1]["commit"]
     lock.unlink()
-    played.night("A", args=["--runs=2"])
+    played.night("A", args=["--runs=2"], real=False)
     assert played.shell("git rev-parse HEAD").startswith(rows.reference(played.pool.kind))
     assert played.shell("git status --porcelain") == ""
 

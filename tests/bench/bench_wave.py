@@ -43,7 +43,7 @@ def main() -> None:
     options = [f"--{name}={value}" for name, value in given.items() if value]
     seeds = ",".join(map(str, range(gpus * args.per_gpu)))
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "clone", "-q", str(harness.RESULTS.parent), folder], check=True)
+        harness.run_git("clone", "-q", str(harness.RESULTS.parent), folder)
         timed(Path(folder), "run", *options)  # compiles: what is measured finds it in the caches
         alone, (row,) = timed(Path(folder), "run", *options)
         together, rows = timed(Path(folder), "wave", "HEAD", f"--seeds={seeds}", f"--per-gpu={args.per_gpu}", *options)
