@@ -1,5 +1,5 @@
 """Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
-sums of rows. None depends on GPT, data or GPU names; the sections share `triton`, `jit` and `_tracing` only.
+sums of rows. None depends on GPT, data or GPU names; the sections share only what precedes the first.
 
 torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, everything runs without Triton.
 """
@@ -20,6 +20,17 @@ try:
 except ImportError:  # a Linux CPU without Triton
     triton = None
 jit = triton.jit if triton else lambda function: function
+
+
+def _tracing(x):
+    """Whether torch.compile is tracing. Before torch 2.13, only x's type shows AOTAutograd."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
+def _check_devices(first, *others):
+    for t in others:
+        if t is not None and t.device != first.device:
+            raise ValueError(f"all tensors must be on {first.device}, not on {t.device}")
 
 
 # ---- Fused (linear) cross-entropy
@@ -143,32 +154,22 @@ def _rows(logits, *args):
     (_rows_triton if logits.is_cuda else _rows_torch)(logits, *args)
 
 
-def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13, only x's type shows AOTAutograd."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor
+def _may_overwrite(saved):
+    """Not if this backward is being traced or may run again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
+    return not (_tracing(saved) or torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _scaled(grad, factor):
-    """A saved gradient times factor, () or one per row: in fp32, and in place unless it is needed again."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
-    factor = factor.view(-1, 1)  # a factor () would be rounded to grad's dtype first
-    if _tracing(grad) or torch._C._autograd._get_current_graph_task_keep_graph():  # with retain_graph
-        return (grad * factor).to(grad.dtype)
-    return grad.mul_(factor)
-
-
-def _split_scale(scale, dtype):
-    """Splits the weight () so that fp16 does not underflow: `early` goes to the row kernel, `late` to `_scaled`."""
-    if dtype == torch.float16:
-        return torch.ones_like(scale), scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
-    return scale, torch.ones_like(scale)
+    factor = factor.view(1)  # a factor () would be rounded to grad's dtype first
+    return grad.mul_(factor) if _may_overwrite(grad) else (grad * factor).to(grad.dtype)
 
 
 def _chunk_rows(n, v, itemsize, device):
     """About 64 rows per multiprocessor, at least 4096, at most 1 GiB."""
     if device.type != "cuda":
-        return min(max(n, 1), 128)
+        return min(max(n, 1), 512)
     rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 64 // 1024 * 1024)
     limit = 2**30 // (v * itemsize)
     return max(1, min(n, rows, limit // 128 * 128 or limit))
@@ -180,16 +181,17 @@ def _addmm_(out, a, b, *, beta, alpha):
         out = out[None]
         torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
     else:
-        out.copy_(out.float().addmm_(a.float(), b.float(), beta=beta, alpha=alpha))
+        out.copy_(out.float().addmm_(a, b, beta=beta, alpha=alpha))
 
 
 def _outputs(x, weight, need_dx, need_dw):
     """Empty losses, lse, dx, dw. dw is fp32, as it sums up chunks; for at most two, bf16 if x and weight are."""
-    few = len(x) <= 2 * _chunk_rows(len(x), len(weight), x.itemsize, x.device)
-    dw_dtype = torch.bfloat16 if few and x.dtype == weight.dtype == torch.bfloat16 else torch.float32
-    lse = x.new_empty(0 if need_dx or need_dw else len(x), dtype=torch.float32)
+    (n, _), v, dw_dtype = x.shape, weight.shape[0], torch.float32  # len(x) would specialize a compiled graph
+    if x.dtype == weight.dtype == torch.bfloat16 and n <= 2 * _chunk_rows(n, v, x.itemsize, x.device):
+        dw_dtype = torch.bfloat16
+    lse = x.new_empty(0 if need_dx or need_dw else n, dtype=torch.float32)
     dx, dw = x.new_empty(x.shape if need_dx else 0), x.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype)
-    return x.new_empty(len(x), dtype=torch.float32), lse, dx, dw
+    return x.new_empty(n, dtype=torch.float32), lse, dx, dw
 
 
 @torch.library.custom_op("autoresearch::linear_cross_entropy", mutates_args=())
@@ -200,8 +202,10 @@ def _linear_cross_entropy(
     """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
     sum(row_scale * losses + lse_scale * lse); the rest is empty. row_scale is () or (N,)."""
     n, v = len(x), len(weight)
-    w = weight.to(x.dtype)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
+    w = weight.to(x.dtype)
+    if not x.is_cuda:  # few CPUs multiply bf16 or fp16 fast
+        x, w = x.float(), w.float()
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits in fp16, as |g| <= 1
     row_scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
@@ -221,8 +225,8 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(x, weight, targets, row_scale, lse_scale, softcap, ignore_index, need_dx, need_dw):
-    return _outputs(x, weight, need_dx, need_dw)
+def _(x, weight, *args):
+    return _outputs(x, weight, *args[-2:])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -231,7 +235,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
-        early, late = _split_scale(row_scale, x.dtype)
+        early, late = row_scale, torch.ones_like(row_scale)
+        if x.dtype == torch.float16:  # lest gradients underflow
+            early, late = late, row_scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
         losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
         ctx.options = softcap, ignore_index
@@ -247,7 +253,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             x, weight, targets = ctx.saved_tensors
             late = row_scale.new_ones(())
-            if x.dtype == torch.float16 and len(x):  # the row kernel needs weights <= 1
+            if x.dtype == torch.float16 and x.shape[0]:  # the row kernel needs weights <= 1
                 largest = torch.where(targets == ctx.options[1], 0.0, row_scale).abs() + lse_scale.abs()
                 late = largest.amax().nan_to_num(1.0, 1.0).clamp(torch.finfo(torch.float32).tiny)
             scales = row_scale / late, lse_scale / late
@@ -257,34 +263,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None, None, None, None
 
 
-@torch.library.custom_op("autoresearch::cross_entropy", mutates_args={"grads"})
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, row_scale: Tensor, softcap: float | None, ignore_index: int, grads: Tensor | None
-) -> Tensor:
-    """Losses (N,). grads (N, V), if given, is set to the gradient of sum(row_scale * losses); it may be the logits."""
-    losses = logits.new_empty(len(logits), dtype=torch.float32)
-    _rows(logits, targets, losses, row_scale.expand(len(logits)), softcap, ignore_index, grads)
-    return losses
+@torch.library.custom_op("autoresearch::cross_entropy", mutates_args=())
+def _cross_entropy(logits: Tensor, targets: Tensor, softcap: float | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    losses, lse = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    _rows(logits, targets, losses, lse, softcap, ignore_index, None, lse)
+    return losses, lse
 
 
 @_cross_entropy.register_fake
 def _(logits, *_):
-    return logits.new_empty(len(logits), dtype=torch.float32)
+    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.custom_op("autoresearch::cross_entropy_backward", mutates_args={"grads"})
+def _cross_entropy_backward(
+    grads: Tensor, logits: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor, softcap: float | None,
+    ignore_index: int,
+) -> None:  # fmt: skip
+    """Fills grads (N, V), which may be the logits."""
+    losses, lse_scale = logits.new_empty(len(logits), dtype=torch.float32), lse_scale.contiguous()
+    _rows(logits, targets, losses, row_scale, softcap, ignore_index, grads, None, lse_scale)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, row_scale, softcap, ignore_index, reduce, inplace):
-        early, late = _split_scale(row_scale, logits.dtype)
-        grads = logits if inplace else logits.new_empty(logits.shape)
-        losses = _cross_entropy(logits, targets, early, softcap, ignore_index, grads)
-        ctx.save_for_backward(grads, late)
-        return losses.sum() * row_scale if reduce else losses
+    """Losses and lse. The backward computes the gradient: one rounding, three passes over (N, V)."""
 
     @staticmethod
-    def backward(ctx, grad_loss):
-        grads, late = ctx.saved_tensors
-        return _scaled(grads, grad_loss * late), None, None, None, None, None, None
+    def forward(ctx, logits, targets, softcap, ignore_index, inplace):
+        ctx.options, ctx.inplace = (softcap, ignore_index), inplace
+        ctx.save_for_backward(logits, targets)
+        return _cross_entropy(logits, targets, softcap, ignore_index)
+
+    @staticmethod
+    def backward(ctx, row_scale, lse_scale):
+        logits, targets = ctx.saved_tensors
+        grads = logits if _may_overwrite(logits) and ctx.inplace else torch.empty_like(logits)
+        _cross_entropy_backward(grads, logits, targets, row_scale, lse_scale, *ctx.options)
+        return grads, None, None, None, None
 
 
 def _flatten(x, targets, softcap, ignore_index, reduction):
@@ -292,8 +307,8 @@ def _flatten(x, targets, softcap, ignore_index, reduction):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0 <= (softcap or 0) <= 50:
         raise ValueError(f"softcap must be None or in (0, 50], not {softcap}")
-    if not x.is_floating_point():
-        raise TypeError(f"hidden states or logits must be floating-point, not {x.dtype}")
+    if not x.is_floating_point() or targets.is_floating_point():
+        raise TypeError(f"need floating-point inputs and integer targets, not {x.dtype} and {targets.dtype}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"targets must have shape {tuple(x.shape[:-1])}, not {tuple(targets.shape)}")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
@@ -308,9 +323,9 @@ def fused_linear_cross_entropy(
     """Cross-entropy of softcap(x @ weight.T): x (..., D), weight (V, D), targets (...) -> fp32 () or, for 'none', (N,).
 
     The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
-    return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, even if its
-    target is ignored: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' costs a
-    fourth GEMM."""
+    return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, ignored or
+    not: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' costs a fourth GEMM."""
+    _check_devices(x, weight, targets)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
@@ -322,19 +337,19 @@ def fused_linear_cross_entropy(
 
 
 def fused_cross_entropy(
-    logits: Tensor, targets: Tensor, *,
-    softcap: float | None = None, ignore_index: int = -1, reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, targets: Tensor, *, softcap: float | None = None, ignore_index: int = -1,
+    reduction: str = "mean", inplace: bool = False, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softcap(logits): logits (..., V), targets (...) -> fp32 () or, for 'none', (N,).
 
-    Like F.cross_entropy, but for the default of ignore_index. If inplace, logits that require a gradient are
-    overwritten with it."""
+    Like F.cross_entropy, but for the default of ignore_index; return_lse as above. If inplace, an eager backward
+    overwrites the logits with their gradient."""
+    _check_devices(logits, targets)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logits, targets, row_scale, *options, reduce = _flatten(logits, targets, softcap, ignore_index, reduction)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, targets, row_scale, *options, reduce, inplace)
-    losses = _cross_entropy(logits, targets, row_scale, *options, None)
-    return losses.sum() * row_scale if reduce else losses
+    losses, lse = _CrossEntropy.apply(logits, targets, *options, inplace)
+    loss = losses.sum() * row_scale if reduce else losses
+    return (loss, lse) if return_lse else loss
 
 
 # ---- 4-bit linear
@@ -385,7 +400,7 @@ def quantize_4bit(
 
 @jit
 def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words of 8 weights; GROUP words share an absmax. The codes are in shared memory.
+    """Each thread unpacks four words of 8 weights; GROUP words share an absmax.
     Offsets are int32, as bitsandbytes stops at 2^31 weights."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     packed, absmax = (), ()
@@ -424,6 +439,7 @@ def dequantize_4bit(
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
         raise ValueError(f"{tuple(shape)} needs packed uint8 and absmax fp32 for {n} weights each, not {stored}")
+    _check_devices(packed, absmax)
     packed, absmax = packed.contiguous(), absmax.contiguous()  # neither kernel handles strides
     if not packed.is_cuda:
         return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype).view(shape)
@@ -435,7 +451,7 @@ def _matmul_4bit(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
 ) -> Tensor:
     """x W, (..., N) -> (..., K); with `transpose`, x W^T + bias, (..., K) -> (..., N)."""
-    k = x.shape[-1]  # the GEMM's K
+    k = x.shape[-1]
     n = 2 * packed.numel() // k
     bias = bias if bias is None else bias.to(x.dtype)
     if transpose and packed.is_cuda and 0 < x.numel() <= FEW_ROWS * k:
@@ -506,6 +522,11 @@ class Linear4bit(nn.Module):
             layer.weight = nn.Parameter(linear.weight.detach().float())
         return layer
 
+    def _apply(self, fn, recurse=True):
+        absmax = fn(self.absmax.view(torch.int32)).view(torch.float32)  # half() and the like cast no integers
+        super()._apply(fn, recurse).absmax = absmax
+        return self
+
     @torch.no_grad()
     def requantize_(self) -> None:
         """Quantizes `weight` into the existing buffers without waiting for the GPU: NaN and inf show in the outputs."""
@@ -515,8 +536,9 @@ class Linear4bit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         packed, absmax, k = self.packed, self.absmax, self.in_features
-        if x.dtype not in FLOATS or x.device != packed.device or x.shape[-1] != k:
-            raise ValueError(f"need floats (..., {k}) on {packed.device}, not {x.dtype} {tuple(x.shape)} on {x.device}")
+        if x.dtype not in FLOATS or x.shape[-1] != k:
+            raise ValueError(f"need floats (..., {k}), not {x.dtype} {tuple(x.shape)}")
+        _check_devices(packed, x, absmax, self.weight, self.bias)
         if torch.is_autocast_enabled(x.device.type):  # register_autocast would also round absmax
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.is_grad_enabled():
@@ -585,7 +607,8 @@ def row_adam_(
 
     grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. exp_avg_sq
     (R, 1), fp32, is 0 until a row's first gradient: that step has RMS lr. A row whose gradient is not finite is
-    left alone; so are all if found_inf is not 0. Raises ValueError if shapes or strides do not fit."""
+    left alone; so are all if found_inf is not 0."""
+    _check_devices(table, exp_avg_sq, ids, grads, loss_scale, found_inf)
     (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
     if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
         raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
@@ -612,4 +635,5 @@ def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
     """x[at].sum(1): x (R, C), int64 at (M, J) -> (M, C).
 
     back (R, K) lists the sums that each row is part of: the gradient is then a gather, not a scatter."""
+    _check_devices(x, at, back)
     return _SumRows.apply(x, at, back)

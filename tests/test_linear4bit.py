@@ -254,6 +254,23 @@ def test_requantized_weights_stay_in_place_and_a_compiled_layer_sees_them(device
     torch.testing.assert_close(compiled(x), 2 * before)
 
 
+CASTS = {
+    "half": nn.Module.half, "bfloat16": nn.Module.bfloat16, "double": nn.Module.double,
+    "to": lambda model: model.to(torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_model_can_be_cast_and_absmax_keeps_its_bits(cast, device):
+    model = nn.Sequential(make_layer(device), nn.Linear(N, 4, device=device))
+    x, before = torch.randn(4, K, device=device, dtype=torch.bfloat16), copy.deepcopy(model[0])
+    assert cast(model) is model and model[1].weight.dtype != torch.float32
+    assert torch.equal(model[0].absmax, before.absmax) and torch.equal(model[0].packed, before.packed)
+    assert model[0].absmax.dtype == torch.float32 and dict(model[0].named_buffers())["absmax"] is model[0].absmax
+    assert torch.equal(model[0](x), before(x))
+    assert model.to("meta")[0].absmax.device.type == "meta"
+
+
 # ---- errors ----
 
 
@@ -269,6 +286,9 @@ def test_nan_and_inf_are_refused_by_quantize_and_surface_from_requantize(bad, de
     assert not finite[:, 7].any() and finite[:, :7].all() and finite[:, 8:].all()
 
 
+PACKED = torch.zeros(128, 1, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     "error, match, call",
     [
@@ -282,8 +302,12 @@ def test_nan_and_inf_are_refused_by_quantize_and_surface_from_requantize(bad, de
         (TypeError, "int64", lambda d: quantize_4bit(torch.ones(4, K, device=d, dtype=torch.int64))),
         (ValueError, "float64", lambda d: make_layer(d)(torch.randn(4, K, device=d, dtype=torch.float64))),
         (ValueError, "int64", lambda d: make_layer(d)(torch.ones(4, K, device=d, dtype=torch.int64))),
-        (ValueError, "bfloat16", lambda d: make_layer(d).bfloat16()(torch.randn(4, K, device=d))),  # rounds absmax
         (ValueError, "not .*4096", lambda d: dequantize_4bit(*quantize_4bit(torch.ones(64, 64)), (64, 128), FLOATS[0])),
+        (
+            ValueError,
+            "on meta",
+            lambda d: dequantize_4bit(PACKED.to(d), torch.ones(4, device="meta"), (4, 64), FLOATS[0]),
+        ),
         (ValueError, "on meta", lambda d: make_layer(d)(torch.randn(4, K, device="meta"))),
         (ValueError, f"need .*{K}.*64", lambda d: make_layer(d)(torch.randn(4, 64, device=d))),  # which divides K * N
     ],

@@ -73,6 +73,13 @@ def test_tables_in_parts_and_gradients_of_other_rows_are_refused(device):
             kernels.row_adam_(*wrong, *scalars(device))
 
 
+@pytest.mark.parametrize("moved", range(4))
+def test_tensors_of_another_device_are_refused(moved, device):
+    tensors = [t.to("meta") if i == moved else t for i, t in enumerate(example(3, 8, torch.float32, device))]
+    with pytest.raises(ValueError, match="must be on"):
+        kernels.row_adam_(*tensors, *scalars(device))
+
+
 @pytest.mark.gpu
 def test_the_same_gradients_give_the_same_bits(device):
     """No atomic additions: a run can be repeated."""

@@ -18,3 +18,10 @@ def test_sums_of_rows_and_their_gradient(compiled, device):
         assert torch.equal(y, expected)
         weight = torch.randn_like(y)
         torch.testing.assert_close(*(torch.autograd.grad((z * weight).sum(), x)[0] for z in (y, expected)))
+
+
+@pytest.mark.parametrize("moved", range(3))
+def test_tensors_of_another_device_are_refused(moved, device):
+    tensors = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="must be on"):
+        sum_rows(*(t.to("meta" if i == moved else device) for i, t in enumerate(tensors)))
