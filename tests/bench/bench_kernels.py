@@ -28,6 +28,7 @@ SHAPES = [  # N, D, V
     (262144, 512, 8192, torch.bfloat16),
     (8192, 4096, 128256, torch.bfloat16),
     (32768, 384, 8192, torch.float16),  # a step on a T4
+    (131072, 768, 8192, torch.bfloat16),
 ]
 CHUNKS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)
 MIB = 2**20
@@ -70,6 +71,12 @@ def apple():
     return lambda x, weight, targets: linear_cross_entropy(x, weight.to(x.dtype), targets, softcap=SOFTCAP)
 
 
+def torchs_own():
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError("needs torch 2.13")
+    return lambda x, weight, targets: F.linear_cross_entropy(x, weight.to(x.dtype), targets)
+
+
 CONTENDERS = {
     "eager, fp32 logits": lambda: eager,
     "torch.compile": compiled,
@@ -77,6 +84,7 @@ CONTENDERS = {
     "Liger, fused linear": lambda: liger("LigerFusedLinearCrossEntropyLoss"),
     "Liger, on logits": lambda: liger("LigerCrossEntropyLoss"),
     "Apple CCE": apple,
+    "torch's own, no softcap": torchs_own,  # so its gradients differ
     "ours": lambda: ours,
     "ours, with a z-loss": lambda: ours_z,
 }
