@@ -72,7 +72,7 @@ class Rates(NamedTuple):
 
 
 # Seconds between the end of a kernel and the full speed of the next; the host is taken to keep ahead. Of an H200's step
-# of 285 ms 4 ms were between kernels (docs/experiments.md), of some 2,000.
+# of 285 ms 4 ms were between kernels (docs/experiments/speed.md), of some 2,000.
 LAUNCH = 3e-6
 MEMORY = {  # GiB that PyTorch can have, bytes/s by datasheet
     "T4": (14.5, 320e9), "V100": (15.5, 900e9), "L4": (22, 300e9), "RTX3060": (11.5, 360e9),

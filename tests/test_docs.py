@@ -1,0 +1,59 @@
+"""README and docs/: links lead somewhere, indexes are complete, figures agree, README is short."""
+
+import re
+from pathlib import Path
+
+import pytest
+from small_corpus import ROOT
+
+import harness
+
+PAGES = [ROOT / "README.md", ROOT / "program.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text("utf-8")
+
+
+def slugs(path: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = page.read_text("utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in links:
+        if not re.match("https?:", link):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name) if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in slugs(target), link
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/experiments"])
+def test_each_page_is_in_its_index(folder):
+    index = (ROOT / folder / "README.md").read_text("utf-8")
+    for page in (ROOT / folder).glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page
+
+
+def test_readme_fits_in_a_minute():
+    assert len(README.splitlines()) <= 120 and len(README.split()) <= 1300
+
+
+def test_gpus_and_figures_of_readme_are_those_of_gpus_md():
+    page = (ROOT / "docs/gpus.md").read_text("utf-8")
+    table = README.partition("| GPU |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 6
+    for row in rows:
+        figures = re.findall(r"\d\.\d{3}|\d+(?:\.\d)?(?= (?:M|GiB)\b)", " ".join(row[3:]))
+        assert figures and all(re.search(rf"(?<![\d.]){figure}(?![\d.]\d)", page) for figure in figures), row
+        for name in re.findall(r"(?:RTX )?[A-Z]?\d+", row[0]):
+            assert name in page, name
+    for name in re.findall(r"--gpu (\w+)", README):
+        assert name in harness.GPUS, name
+
+
+def test_the_badge_leads_to_the_notebook_of_whatever_fork_shows_it():
+    assert re.search(r"\[!\[[^]]*\]\(https://colab\.research\.google\.com/assets/[\w.-]+\)\]\(colab\.ipynb\)", README)
