@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import harness
 import prepare
@@ -95,6 +96,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--md", action="store_true", help="Markdown even on a terminal")
     add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
+    add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")
+    add("--chart", type=Path, metavar="FILE.png", help="draw the chart without tables, also as FILE-dark.png")
     command(page, budget, help="write the whole night to night.html, which works offline")
     command(watch, help="show this clone's active runs until all end")
     add = command(clean, help="list what discarded and killed runs have left in runs/ and /tmp")

@@ -5,6 +5,7 @@ import subprocess
 import textwrap
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -25,15 +26,22 @@ from night.rows import (
 )
 from prepare import PrepareError
 
+GREEN = "#2da44e"  # legible on white and on black
+
 
 def plot(args: argparse.Namespace | None = None) -> None:
     """Draws progress.png: per gpu and dataset, a chart of all experiments and tables of the kept and of the best
-    discarded ones; and arms.png, if there are several arms. With args.revisions, draws only their loss curves."""
+    discarded ones; and arms.png, if there are several arms. With args.revisions, draws only their loss curves; with
+    args.chart, only the chart, for light and dark pages."""
     if args and args.revisions:
         return plot_curves(args.revisions)
+    if args and args.log:
+        harness.RESULTS = args.log.resolve()
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:
         raise PrepareError(f"{harness.RESULTS} has no val_bpb yet: run `python train.py` first")
+    if args and args.chart:
+        return plot_chart(max(groups, key=len), args.chart)
     figure, axes = new_figure(len(groups))
     lines = sum(draw(ax, rows) for (ax,), rows in zip(axes, groups, strict=True))
     figure.set_figheight(figure.get_figheight() + 0.16 * lines)
@@ -50,9 +58,23 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple:
     return figure, figure.subplots(rows, columns, sharey="row", squeeze=False)
 
 
-def save(figure, name: str) -> None:
-    figure.savefig(path := harness.RESULTS.with_name(name), dpi=180)
+def save(figure, name: str | Path) -> None:
+    """name: a file beside the log, or an absolute path."""
+    figure.savefig(path := harness.RESULTS.parent / name, dpi=180)
     print(path)
+
+
+def plot_chart(rows: list[dict], path: Path) -> None:
+    """Draws the chart alone, as PATH.png for light pages and PATH-dark.png for dark ones."""
+    from matplotlib import style
+
+    dark = ["dark_background", {"figure.facecolor": "#0d1117", "axes.facecolor": "#0d1117"}]  # GitHub's dark page
+    for name, theme in ((f"{path.stem}.png", []), (f"{path.stem}-dark.png", dark)):
+        with style.context(theme):
+            figure, ((ax,),) = new_figure()
+            figure.set_figheight(3.2)
+            draw(ax, rows, with_tables=False)
+            save(figure, path.resolve().with_name(name))
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
@@ -91,7 +113,7 @@ def worst(first: float, scores: Collection[float]) -> float:
     return np.fmax(first, min(max(scores), best + 2.5 * (np.median(scores) - best)))
 
 
-def draw(ax, rows: list[dict]) -> int:
+def draw(ax, rows: list[dict], with_tables: bool = True) -> int:
     """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count.
 
     The line, the gains and the title are those of the most frequent seed and of what was kept on HEAD's branch.
@@ -108,22 +130,22 @@ def draw(ax, rows: list[dict]) -> int:
     top = worst(first, scores)
     margin = max(0.1 * (top - low), 0.003 * low)
     y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
-    for kind, color, marker in (("discard", "#8c959f", "."), ("keep", "#1a7f37", "o"), ("crash", "#cf222e", "x")):
+    for kind, color, marker in (("discard", "#8c959f", "."), ("keep", GREEN, "o"), ("crash", "#cf222e", "x")):
         chosen = status == kind
         ax.scatter(x[chosen], y[chosen], s=25, c=color, marker=marker, label=f"{chosen.sum()} {kind}", clip_on=False)
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
-        ax.step(x, lowest, where="post", color="#1a7f37", alpha=0.5)
+        ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
         if noise := seed_noise(rows[0])[0]:
             band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
-            ax.axhspan(*band, color="#1a7f37", alpha=0.12, label="best +- 2 s.d. of a seed")
+            ax.axhspan(*band, color=GREEN, alpha=0.12, label="best +- 2 s.d. of a seed")
     ax.set(ylim=(low - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
-    texts = tables(x[own], main, merged)
+    texts = tables(x[own], main, merged) if with_tables else []
     lines = [part for line in texts for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
     below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
     ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
