@@ -33,6 +33,16 @@ LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject
 
 # (What it is in; file, or folder of the file with the old text; tests: a file in tests/, perhaps with pytest's -k): pairs of an exact old text and a new one
 SECTIONS = [
+    ("The comparison", "tests/bench/compare.py", ["test_compare.py"], [
+        ("        if digest not in seen:\n", "        if True:\n"),
+        ("        if name != TEST:\n", "        if True:\n"),
+        ("if batch[2] > 1:", "if batch[2] > 2:"),
+        ("row += buffer.pop(best)[:room].tolist()", "row += buffer[best][:room].tolist()"),
+        ('y.new_full((missing, seq_len), -1)', 'y.new_full((missing, seq_len), 300)'),
+        ("constant_values=-1", "constant_values=300"),
+        ("random.Random(seed).shuffle(documents)", "random.Random(7).shuffle(documents)"),
+        ("return once(loader) if split", "return loader if split"),
+    ]),
     ("Keep rules", "tests/bench/keep_rules.py", ["test_keep_rules.py"], [
         ("if lead > bar and", "if lead < bar and"),
         ("best, won[everyone] = everyone, scores", "best, won[everyone] = everyone + everyone, scores"),

@@ -2,16 +2,14 @@
 Whole runs side by side: named recipes, each for so many seconds, on the same data and machine.
 
     python tests/bench/bench_train.py default no-fa3 T4 --seconds 60
-    python tests/bench/bench_train.py same-shape ../autoresearch/train.py --seconds 60 --eval bos
+    python tests/bench/bench_train.py same-shape ../autoresearch/train.py --seconds 60
 
 A recipe is train.py with constants moved, or the name of a GPU whose numerics and size it takes. A path is any other
 train.py that speaks autoresearch's interface, with its own prepare.py beside it or ours; its TIME_BUDGET is set to the
-same seconds. `--eval bos` scores our weights as autoresearch does, too: each row of 2048 starts a document (BOS-aligned
-best-fit packing), so contexts are longer than in the windows of our val_bpb, and the number is lower.
+same seconds. Its val_bpb is its own metric, on text in its own order: compare.py compares scores.
 """
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -56,19 +54,9 @@ for owner, method, ours, theirs in (
 """,
 }
 CHILD = """
-import sys, time, harness, prepare, train
+import sys, harness, train
 sys.argv[0] = "train.py"
 {recipe}
-evaluate = prepare.evaluate_bpb
-def evaluate_both(model, tokenizer, *args):
-    val_bpb, start = evaluate(model, tokenizer, *args), time.perf_counter()
-    if {bos}:
-        sys.path.append({tests!r})
-        import bench_train
-        print(f"bos: {{bench_train.bos_aligned_bpb(model, tokenizer):.6f}}")
-    print(f"bos_seconds: {{time.perf_counter() - start:.1f}}")
-    return val_bpb
-harness.experiment.evaluate_bpb = evaluate_both
 harness.run(train.train, train.build_model)
 """
 PEER = "import prepare, runpy; prepare.TIME_BUDGET = {seconds}; runpy.run_path({path!r}, run_name='__main__')"
@@ -83,15 +71,18 @@ KEYS = {  # column: key in the summary of our train.py; a peer prints the first 
 }
 
 
-def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, str]:
-    """One child process; its summary as a dictionary, its output in the log."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+def child(name: str, seconds: float) -> tuple[str, list[str], Path]:
+    """Python code, its arguments, and the folder it runs in."""
     if Path(name).suffix == ".py":
         path = Path(name).resolve()
-        code, arguments, cwd = PEER.format(seconds=int(seconds), path=str(path)), [], path.parent
-    else:
-        code = CHILD.format(recipe=RECIPES.get(name, ""), bos=bos, tests=str(Path(__file__).parent))
-        arguments, cwd = ["--seconds", str(seconds), *(["--gpu", name] if name not in RECIPES else [])], ROOT
+        return PEER.format(seconds=int(seconds), path=str(path)), [], path.parent
+    arguments = ["--seconds", str(seconds), *(["--gpu", name] if name not in RECIPES else [])]
+    return CHILD.format(recipe=RECIPES.get(name, "")), arguments, ROOT
+
+
+def measure(code: str, arguments: list[str], cwd: Path, log: Path) -> dict[str, str]:
+    """One child process; its summary as a dictionary, its output in the log."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     start, first = time.perf_counter(), None
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -113,68 +104,21 @@ def run(name: str, seconds: float, log: Path, bos: bool = False) -> dict[str, st
         steps = float(summary["num_steps"])
         tokens = 1e6 * float(summary["total_tokens_M"]) * max(steps - 11, 1) / steps
         summary["tokens_per_sec"] = f"{tokens / float(summary['training_seconds']):.0f}"
-    summary["total_seconds"] = f"{end - float(summary.get('bos_seconds', 0)):.1f}"  # from outside, for everybody
+    summary["total_seconds"] = f"{end:.1f}"  # from outside, for everybody
     return summary
-
-
-def bos_aligned_bpb(model, tokenizer, tokens: int = 2**22) -> float:
-    """val_bpb on rows that start with BOS, packed best-fit with documents; what does not fit is cropped."""
-    import numpy as np
-    import torch
-
-    import prepare
-
-    stream = prepare.TokenStream(tokenizer, "val")
-    text = stream.read(0, len(stream))
-    documents = np.split(text, np.flatnonzero(text == tokenizer.get_bos_token_id())[1:])
-    T, batch_size, device = model.config.seq_len, model.config.device_batch_size, next(model.parameters()).device
-    sizes = torch.tensor(tokenizer.token_bytes, device=device)
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    total, buffer, rows = 0, [], []
-
-    def score():
-        nonlocal nats, total
-        full = rows + rows[:1] * (batch_size - len(rows))  # as in training, or the model is compiled anew
-        x, y = (t.contiguous() for t in torch.tensor(full, device=device).unfold(1, T, 1).unbind(1))
-        with torch.no_grad():
-            loss = model(x, y, reduction="none").view(batch_size, T)[: len(rows)]
-        weight = sizes[y[: len(rows)]]
-        nats += (loss.double() * (weight > 0)).sum()
-        total += weight.sum().item()
-        rows.clear()
-
-    documents, scored = documents[::-1], 0
-    while (documents or buffer) and scored < tokens:
-        row: list[int] = []
-        while len(row) < T + 1 and (documents or buffer):
-            while len(buffer) < 1000 and documents:
-                buffer.append(documents.pop())
-            room = T + 1 - len(row)
-            fitting = [d for d in buffer if len(d) <= room]
-            best = max(fitting, key=len) if fitting else min(buffer, key=len)
-            buffer = [d for d in buffer if d is not best]
-            row += best[:room].tolist()
-        if len(row) == T + 1:
-            rows.append(row)
-            scored += T
-        if rows and (len(rows) == batch_size or not (documents or buffer)):
-            score()
-    return nats.item() / (math.log(2) * total)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", help=f"{', '.join(RECIPES)}, a --gpu, or another train.py")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--eval", choices=["bos"])
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="folder for the children's output")
     args = parser.parse_args()
-    columns = {**KEYS, **({"bos bpb": "bos"} if args.eval else {})}
-    lines = [" | ".join(["recipe".ljust(16), *(c.rjust(12) for c in columns)])]
+    lines = [" | ".join(["recipe".ljust(16), *(c.rjust(12) for c in KEYS)])]
     for name in args.recipes:
         log = args.logs / f"bench_train_{re.sub(r'[^A-Za-z0-9]+', '_', name)}.log"
-        summary = run(name, args.seconds, log, args.eval == "bos")
-        lines.append(" | ".join([name[-16:].ljust(16), *(summary.get(k, "-").rjust(12) for k in columns.values())]))
+        summary = measure(*child(name, args.seconds), log)
+        lines.append(" | ".join([name[-16:].ljust(16), *(summary.get(k, "-").rjust(12) for k in KEYS.values())]))
         print(lines[-1] if "val_bpb" in summary else f"{name}: no summary, see {log}", flush=True)
     print("\n".join(["", *lines]))
 
