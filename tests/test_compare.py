@@ -37,6 +37,11 @@ def test_every_train_document_is_once_somewhere_and_none_of_validation_or_test(t
     assert documents(tmp_path / "again", *names) == train
     compare.shuffle(source, tmp_path / "other", seed=8)
     assert documents(tmp_path / "other", *names) != train
+    (source / compare.TEST).unlink()
+    counts = compare.shuffle(source, tmp_path / "no-test")
+    assert counts[compare.TEST] == 9 and Counter(documents(tmp_path / "no-test", *counts)) == Counter(
+        expected + texts(6542)
+    ), "everybody leaves the same 5% alone"
 
 
 def test_rows_begin_with_a_document_and_use_each_once():

@@ -51,7 +51,8 @@ runpy.run_path({path!r}, run_name="__main__")
 
 # ---- The text
 def shuffle(source: Path, target: Path, seed: int = 7) -> dict[str, int]:
-    """Shuffles the train documents of `source` over as many shards in `target`, and copies validation and test.
+    """Shuffles the train documents of `source` over as many shards in `target`, and copies validation and test. Without
+    a test shard, 5% of the train documents become one, as prepare.py would take them, too.
 
     No document is in them twice, nor in two of the three splits. target/peers has links to all but the test shard,
     which peers would train on. Returns the number of documents in each shard.
@@ -63,6 +64,9 @@ def shuffle(source: Path, target: Path, seed: int = 7) -> dict[str, int]:
     held_out = {name: unseen(paths.pop(name), seen) for name in (VAL, TEST) if name in paths}
     documents = [text for path in paths.values() for text in unseen(path, seen)]
     random.Random(seed).shuffle(documents)
+    if TEST not in held_out:
+        cut = len(documents) // 20
+        held_out[TEST], documents = documents[:cut], documents[cut:]
     size = -(-len(documents) // len(paths))
     shards = {TRAIN(i): documents[i * size : (i + 1) * size] for i in range(len(paths))} | held_out
     (target / "peers").mkdir(parents=True, exist_ok=True)
