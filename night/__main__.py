@@ -2,7 +2,7 @@
 Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
 far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-wave, tune, loop, report, page and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
+tune, report, page, Ray and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     limit.add_argument("--limit", type=duration, metavar="SECONDS", help=text)
     many = argparse.ArgumentParser(add_help=False, parents=[budget, limit])
     many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
-    text = "of a Ray cluster ($RAY_ADDRESS, else this machine only)"
+    text = "of a Ray cluster ($RAY_ADDRESS; else this machine alone)"
     many.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
     again = argparse.ArgumentParser(add_help=False)
     again.add_argument("--again", action="store_true", help="repeat runs that already have a row")

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import prepare
 from night import records
+from night.checkout import OWNER, SCRATCH
 from night.rows import experiments
-
-SCRATCH = "t4-night-"  # prefix of temporary folders; short, as the paths of Ray's sockets must be
-OWNER = "night-owner"  # file in them: the process id of the owner
 
 
 def scratch_folder() -> str:
@@ -37,7 +35,7 @@ def clean(args: argparse.Namespace) -> None:
 
 
 def abandoned() -> list[Path]:
-    """This user's temporary folders whose owner has ended: checkouts, and Ray's sessions."""
+    """This user's temporary folders whose owner has ended: checkouts."""
     found = [path for path in Path("/tmp").glob(f"{SCRATCH}*/") if path.stat().st_uid == os.getuid()]
     owners = {path: prepare.read(path / OWNER) for path in sorted(found)}
     return [path for path, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]

@@ -20,9 +20,10 @@ class Board:
 
     def __enter__(self):
         if sys.stdout.isatty():
-            from rich.live import Live
+            with suppress(ImportError):  # without rich, as elsewhere
+                from rich.live import Live
 
-            self.live = Live(auto_refresh=False).__enter__()
+                self.live = Live(auto_refresh=False).__enter__()
         return self
 
     def __exit__(self, *error):

@@ -16,9 +16,10 @@ from night import agent as agents
 from night import proposals
 from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
+from night.pool import Run
 from night.rows import AGAIN, branch, experiments, git, grouped, in_history, reference, revisions
 from night.run import train_options
-from night.wave import Run, Trainer, run_of, same_gpus, start_ray
+from night.wave import Trainer, run_of, same_gpus, start_pool
 from prepare import PrepareError
 
 REFUSED = 5  # refused edits in a row that end the loop
@@ -34,8 +35,9 @@ def loop(args: argparse.Namespace) -> None:
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
-    trainer = Trainer(args, same_gpus(start_ray(args)))
-    night, kind = Loop(args, trainer), trainer.kind
+    pool, kind = start_pool(args)
+    trainer = Trainer(args, pool, same_gpus(kind))
+    night = Loop(args, trainer)
     (base,) = revisions([reference(kind)])
     for doubt in doubts([]):
         print(doubt)
@@ -53,8 +55,7 @@ def loop(args: argparse.Namespace) -> None:
         night.end_agents()
         print(night.summary())
     if args.report:
-        trainer.ray.shutdown()
-        shutil.rmtree(args.folder or "", ignore_errors=True)  # execv calls no exit handlers
+        trainer.pool.close()
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
         command = [sys.executable, "-m", "night", "report", *train_options(args), *options]
         os.execv(sys.executable, command)  # the same process: whoever ends the loop ends the report

@@ -11,7 +11,7 @@ from night.ideas import SLOWER, times_as_long
 from night.plot import plot
 from night.records import run_seconds
 from night.rows import Label, arms, count_kept, elsewhere, experiments, good, in_history, scores, seed_of
-from night.wave import Trainer, run_of, start_ray
+from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
 
@@ -20,7 +20,7 @@ def report(args: argparse.Namespace) -> None:
     seeds = range(101, 101 + args.seeds)  # unlikely to have been used by experiments
     if len(seeds) < 2:
         raise PrepareError(f"--seeds must be at least 2, not {args.seeds}: one run has no standard error")
-    kind = start_ray(args)
+    pool, kind = start_pool(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
         raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
@@ -45,7 +45,7 @@ def report(args: argparse.Namespace) -> None:
     if not kept or kept[0]["commit"] == kept[-1]["commit"]:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
-        trainer = Trainer(args, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
+        trainer = Trainer(args, pool, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
         ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
         write(gains(kept[0], kept[-1], rows, trainer.train(runs)))

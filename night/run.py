@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -66,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
     If train.py leaves no row, this logs a crash, unless the budget was set by hand. Two processes see to that, and
     either may be killed: this one only waits; its child, in a session of its own, guards train.py.
     """
-    if harness.night_record().get("log"):
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in a wave: die with Ray's worker
+    if parent := harness.night_record().get("parent"):  # in a pool: end with the process that has started this one
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            return 1
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
     warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: NumPy's are idle
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become children of this process
@@ -113,6 +116,8 @@ def guard(
 
     def stop(number: int, _=None) -> None:
         harness.handle_signals(signal.SIG_IGN)
+        if number == signal.SIGALRM and number in signals:  # not even SIGKILL ends it: it waits for a dead disk, say
+            raise TimeoutError
         signals.append(number)
         child.send_signal(signal.SIGKILL if number == signal.SIGALRM else number)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
@@ -137,21 +142,27 @@ def guard(
         early.append(signal.SIGTERM)
     if early and not signals:
         stop(early[0])
-    reader = threading.Thread(target=read_output)
+    reader = threading.Thread(target=read_output, daemon=True)
     reader.start()
-    code = child.wait()
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        code = child.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeoutError:
+        code = -signal.SIGKILL
     end_children()
-    reader.join()
+    reader.join(PATIENCE)
     return code, signals[0] if signals else 0, end
 
 
 def end_children() -> None:
-    """Kills all descendants of this process: orphans become its children and are next."""
-    while pids := Path("/proc/thread-self/children").read_text().split():
+    """Kills all descendants of this process: orphans become its children and are next. Leaves alone what is still there
+    after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while (pids := Path("/proc/thread-self/children").read_text().split()) and time.monotonic() < end:
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if not os.waitpid(pid, os.WNOHANG)[0]:
+                time.sleep(0.001)
 
 
 def why(code: int, output: str) -> str:

@@ -20,7 +20,7 @@ from harness import Description
 from night.commits import commit_train, read_train
 from night.records import RUNS, budget, curve
 from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions, seed_of
-from night.wave import Trainer, decide, run_of, same_gpus, settled, start_ray, table
+from night.wave import Trainer, run_of, same_gpus, settled, start_pool, table
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
@@ -169,16 +169,17 @@ def tune(args: argparse.Namespace) -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    Tuner(args, same_gpus(start_ray(args)), knobs_of).search()
+    pool, kind = start_pool(args)
+    Tuner(args, pool, same_gpus(kind), knobs_of).search()
 
 
 class Tuner(Trainer):
     """A study in runs/tune.db, each trial a commit. If killed, the same command continues it. knobs_of: of a source."""
 
-    def __init__(self, args: argparse.Namespace, kind: Kind, knobs_of: Callable[[bytes], list[Knob]]):
+    def __init__(self, args: argparse.Namespace, pool, kind: Kind, knobs_of: Callable[[bytes], list[Knob]]):
         import optuna
 
-        super().__init__(args, kind)
+        super().__init__(args, pool, kind)
         self.knobs_of, self.states, self.waiting = knobs_of, optuna.trial.TrialState, defaultdict(list)
         self.branch = branch() or "HEAD"
         self.base = reference(kind)
@@ -192,6 +193,8 @@ class Tuner(Trainer):
         left = self.study.get_trials(states=(self.states.RUNNING,))
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
         self.looked_at = set()  # runs that are past PRUNE_AT
+        for trial in self.trials():  # those that ended before their reference
+            self.rivals[trial.get("base")] |= {trial.get("commit")} - {trial.get("base")}
 
     def values(self, commit: str) -> dict[str, float]:
         return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}
@@ -209,9 +212,6 @@ class Tuner(Trainer):
                 for run, row in self.ended():
                     for trial in self.waiting.pop(run):
                         self.tell(trial, row)
-                    edits = {trial.get("commit") for trial in self.trials() if trial.get("base") == run.commit}
-                    if edits:  # this was the reference: judge those of its edits that ended before it
-                        decide(edits - {run.commit}, row, self.kind)
         self.show_best()
 
     def to_end(self) -> int:
@@ -260,7 +260,7 @@ class Tuner(Trainer):
 
     def prune(self) -> None:
         """Stops trials whose loss early in the run is above the median of those before, but not the reference."""
-        for stream, (run, base) in self.pending.items():
+        for run, base in self.pending.items():
             if run.commit == base[0] or run in self.looked_at or run not in self.records:
                 continue
             unit, size = budget(self.records[run])
@@ -275,7 +275,7 @@ class Tuner(Trainer):
             for trial in self.waiting[run]:
                 trial.report(loss, 0)
             if len(before) >= FIRST and loss > statistics.median(before):
-                self.stop(stream, PRUNED)
+                self.stop(run, PRUNED)
 
     def tell(self, trial, row: dict) -> None:
         if row["status"] == "crash":

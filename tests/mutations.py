@@ -23,11 +23,17 @@ TIMEOUT = 300  # seconds; a bug that makes a test hang is noticed, too
 
 MODEL = ["test_reference_model.py"]
 OPTIMIZER = ["test_reference_optimizer.py"]
-WIRING = ["test_wiring.py"]
-METRIC = ["test_prepare.py", "-k", "bpb or target or eval_mode"]
+WIRING = ["test_wiring.py", "-m", "not ray"]
+METRIC = ["test_prepare.py", "-m", "not ray", "-k", "bpb or target or eval_mode"]
 CLOCK = ["test_harness.py", "-k", "clock or budget or loss or folder"]
-LOADER = ["test_prepare.py", "-k", "batch or epoch or order or window or loader or borders"]
-ROWS = ["test_cross_entropy.py", "-k", "rows_match and not 32000 and not 50257 or 50257-15 or huge or infin or silent"]
+LOADER = ["test_prepare.py", "-m", "not ray", "-k", "batch or epoch or order or window or loader or borders"]
+ROWS = [
+    "test_cross_entropy.py",
+    "-m",
+    "not ray",
+    "-k",
+    "rows_match and not 32000 and not 50257 or 50257-15 or huge or infin or silent",
+]
 FUSED = ["test_cross_entropy.py", "-k", "not rows_match and not huge and not infinite"]
 LOG = ["test_harness.py", "-k", "row or keep or log or status or kept or subject or git"]
 
@@ -393,7 +399,7 @@ SECTIONS = [
         ("enabled=model.dtype == torch.float16)", "enabled=model.dtype == torch.bfloat16)"),
         ("cache_key_tag = str(BACKENDS)", "cache_key_tag = str(BACKENDS[2:])"),
     ]),
-    ("Weights and text", "harness", ["test_run.py", "-k", "saved or full_disk or sample or writ or official"], [
+    ("Weights and text", "harness", ["test_run.py", "-m", "not ray", "-k", "saved or full_disk or sample or writ or official"], [
         ("else t).contiguous() for", "else t) for"),
         ("t.half() if t.dtype == torch.float32 else t", "t"),
         ("save_file(state, file.name, {", "save_file(state, WEIGHTS, {"),
@@ -410,7 +416,7 @@ SECTIONS = [
         ('textwrap.indent(text, "    ")', "text"),
         ("with suppress(Exception):  # of", "with suppress(OSError):  # of"),
     ]),
-    ("The summary", "harness", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or never"], [
+    ("The summary", "harness", ["test_run.py", "-m", "not ray", "-k", "official or name_the_commit or split or another_budget or never"], [
         ("TIME_BUDGET if args.seconds is None else args.seconds", "TIME_BUDGET"),
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": val_bpb'),
         ('score(model, tokenizer, "val")', 'score(model, tokenizer, "test")'),
@@ -423,23 +429,23 @@ SECTIONS = [
         ("assert clock.stopped is not None", "assert True"),
         ('{dtype}, {model.config}"', '{dtype}"'),
     ]),
-    ("The summary's times", "harness", ["test_run.py", "-k", "same_seed"], [
+    ("The summary's times", "harness", ["test_run.py", "-m", "not ray", "-k", "same_seed"], [
         ('"first_step_sec": round(total - (', '"first_step_sec": round(total + ('),
         ('round(clock.tokens / seconds)', 'round(clock.tokens / total)'),
         ("eval_seconds = time.perf_counter() - start", "eval_seconds = time.perf_counter()"),
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
-    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
+    ("The record of a run", "harness", ["test_run.py", "-m", "not ray", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": f"{val_bpb:.6f}"'),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
     ]),
-    ("The record of a run", "train.py", ["test_run.py", "-k", "folder_of_its_record"], [
+    ("The record of a run", "train.py", ["test_run.py", "-m", "not ray", "-k", "folder_of_its_record"], [
         (', optimizer.param_groups[0]["lr"])\n        left', ')\n        left'),
         (', optimizer.param_groups[0]["lr"])\n        left', ', optimizer.param_groups[0]["initial_lr"])\n        left'),
     ]),
-    ("The end of a run", "harness", ["test_run.py", "-k", "lost_run or crash_row"], [
+    ("The end of a run", "harness", ["test_run.py", "-m", "not ray", "-k", "lost_run or crash_row"], [
         ("if not math.isfinite(bpb):", "if False:"),
         ("for line in lines[:-3:-1]", "for line in lines[-2:]"),
         ("for line in lines[:-3:-1]", "for line in lines[:-2:-1]"),
@@ -449,7 +455,7 @@ SECTIONS = [
     ("The end of a run", "harness", ["test_harness.py", "-k", "wrong_shape"], [
         ("lines += re.findall(", "re.findall("),
     ]),
-    ("Signals", "harness", ["test_run.py", "-k", "signal or an_interrupt or closed_terminal"], [
+    ("Signals", "harness", ["test_run.py", "-m", "not ray", "-k", "signal or an_interrupt or closed_terminal"], [
         ("signal.getsignal(number) != signal.SIG_IGN", "True"),
         ("handle_signals(signal.SIG_IGN)  # a second", "# a second"),
         ("handle_signals(signal.SIG_DFL)", "pass"),
@@ -457,12 +463,12 @@ SECTIONS = [
         ("    handle_signals(signal.SIG_IGN)\n    sys.exit(128", "    sys.exit(128"),
         ('130: "interrupted", 143: "killed"', '143: "interrupted", 130: "killed"'),
     ]),
-    ("A step that hangs", "harness", ["test_run.py", "-k", "hangs or stalls"], [
+    ("A step that hangs", "harness", ["test_run.py", "-m", "not ray", "-k", "hangs or stalls"], [
         ("gc.disable()  # collecting", "pass  # collecting"),
         ("HANG = 120", "HANG = 12"),
         ("faulthandler.cancel_dump_traceback_later()", "pass"),
     ]),
-    ("A whole run", "train.py", ["test_run.py", "-k", "official"], [
+    ("A whole run", "train.py", ["test_run.py", "-m", "not ray", "-k", "official"], [
         ("scaler.get_scale() < 1:", "scaler.get_scale() <= 1:"),
     ]),
     ("The compiler", "harness", ["test_gpu.py", "-k", "inductor"], [
@@ -585,7 +591,7 @@ SECTIONS = [
         ("module.training = True", "pass"),
         ("for module in model.modules() if module.training]", "for module in model.modules()]"),
     ]),
-    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again or torch or called"], [
+    ("A clone's dataset", "prepare.py", ["test_splits.py", "-m", "not ray", "-k", "clone or gpu or again or torch or called"], [
         ("read(DATASET) or read(cache_dir()", "read(cache_dir()"),
         ("if not read(DATASET):", "if True:"),
         ("if not read(DATASET):", "if not DATASET.exists():"),
@@ -606,7 +612,7 @@ SECTIONS = [
         ("if num_shards or not is_ready(cache_dir() / own):", "if num_shards:"),
         ("if num_shards or not is_ready(cache_dir() / own):", "if not is_ready(cache_dir() / own):"),
     ]),
-    ("The splits", "prepare.py", ["test_splits.py", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant or downloaded or edited"], [
+    ("The splits", "prepare.py", ["test_splits.py", "-m", "not ray", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant or downloaded or edited"], [
         ("val, test, train = order[:twentieth], order[twentieth : 2 * twentieth]", "test, val, train = order[:twentieth], order[twentieth : 2 * twentieth]"),
         ("max(1, len(sizes) // 20)", "max(1, len(sizes) // 10)"),
         ("max(1, len(sizes) // 20)", "len(sizes) // 20"),
@@ -668,7 +674,7 @@ SECTIONS = [
         ("train_shards += name.startswith(\"train\")", "train_shards += 1"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
+    ("Preparing", "prepare.py", ["test_prepare.py", "-m", "not ray", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
         ("(?s:.{{1,{PASSAGE - 1}}})(?:\\n|\\Z)|", ""),
         ("for i in self.encoding.encode_ordinary(piece)]", "for i in self.encoding.encode_ordinary(piece + ' ')]"),
         ("isinstance(text, str) for text in texts)", "True for text in texts)"),
@@ -690,7 +696,7 @@ SECTIONS = [
         ("disallowed_special=()", "allowed_special='all'"),
         ("                open_shard(path, tokenizer.fingerprint, verify=True)\n        except", "                open_shard(path, tokenizer.fingerprint)\n        except"),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or removed or read_only or home or reason"], [
+    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-m", "not ray", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or removed or read_only or home or reason"], [
         ("                lock(file, math.inf)\n", ""),
         ("    if not is_ready(directory):\n        cache_dir().mkdir", "    if True:\n        cache_dir().mkdir"),
         ("with suppress(OSError), new_file(current) as", "with new_file(current) as"),
@@ -758,7 +764,7 @@ SECTIONS = [
         ("PATIENCE = 10", "PATIENCE = 100"),
         ("signals[0] if signals else 0", "signals[-1] if signals else 0"),
         ("signal.SIGKILL if number == signal.SIGALRM else number", "number"),
-        ("if os.getppid() != parent:", "if True:"),
+        ("    if os.getppid() != parent:\n        early", "    if True:\n        early"),
         ("harness.handle_signals(lambda number, _: early.append(number))", "pass"),
         ("if early and not signals:", "if not signals and False:"),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
@@ -767,7 +773,7 @@ SECTIONS = [
         ("{errors[-1]} line", "{errors[0]} line"),
         ("if code == 1 and lines and errors:", "if lines and errors:"),
     ]),
-    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
+    ("The commit to go back to", "night/rows.py", ["test_night.py", "-m", "not ray", "-k", "go_back or overrul or uncommitted"], [
         ("rest == [self.setting, self.report]", "rest[0] == self.setting"),
         ("rest == [self.setting, self.report]", "rest[1] == self.report"),
         (' and row["dataset"] == self.dataset', ""),
@@ -821,7 +827,7 @@ SECTIONS = [
         ("args.limit = args.limit or", "args.limit ="),
         ("(args.seconds, args.tokens, args.gpu)", "(args.seconds, args.tokens, None)"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset or interrupted or lost_node or spread"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or interrupted"], [
         ('other[seed] for seed in own if seed in other', 'min(other.values()) for seed in own if seed in other'),
         ("scores(groups.get((gpu, base), []))", "scores([row for row in rows if row['commit'] == base])"),
         ("tokens = max(", "tokens = min("),
@@ -834,18 +840,10 @@ SECTIONS = [
         ("    elif run.commit == base[0]:\n", "    elif False:\n"),
         ("._replace(report=kind.report)", ""),
         ("to_beat=to_beat, test_bpb=test_bpb, reason", "to_beat=to_beat, reason"),
-        ("                if run.commit == base[0]:\n", "                if True:\n"),
-        ("max_retries=0,  # Ray", "max_retries=1,  # Ray"),
-        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
-        ("run not in self.lost", "True"),
-        ("                    self.submit(run, base)\n                    continue\n", ""),
-        ('            if row["commit"] == base[0]:  # judge', '            if False:  # judge'),
+        ("        if run.commit != base[0]:\n", "        if True:\n"),
+        ("                self.judge_by(row)\n", ""),
+        ("            self.judge_by(row)  # ideas of", "            pass  # ideas of"),
         ('return row["commit"] != base', "return True"),
-        ("int(min(usable, total) * assigned / total + 1e-3)", "int(total)"),
-        ('["num_cpus"] = len(os.sched_getaffinity(0))', '["num_cpus"] = os.cpu_count()'),
-        ("        if cores < usable:\n", "        if True:\n"),
-        ('        del env["OMP_NUM_THREADS"]', "        pass"),
-        ("str(min(32, cores))", "str(32)"),
     ]),
     ("A wave", "night/rows.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or taskset"], [
         ('(with_status(lines[i], "keep") for i in better)', "(lines[i] for i in better)"),
@@ -859,20 +857,63 @@ SECTIONS = [
         ('if row["status"] != "crash" and bpb is not None', "if bpb is not None"),
         ("    if len(values) > 1:\n", "    if len(values) > 2:\n"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "task_fails"], [
-        ("if len(event) == 3 and folder:", "if event[-1] in LOST and folder:"),
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or asking or taskset"], [
+        ("                    end_record(folder, event.reason)\n", "                    pass\n"),
+        ("    if asked.returncode:", "    if False:"),
+        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "wrong_address or without_end or asking"], [
+    ("The pool", "night/pool.py", ["test_pool.py"], [
+        ("while self.queue and self.free:", "while self.queue:"),
+        ("max(self.free, key=self.free.count)", "self.free[0]"),
+        ("            self.free.remove(gpu)\n", "            self.free.pop()\n"),
+        ("                self.free.append(gpu)\n", ""),
+        ("            self.queue.pop(0)\n", "            pass\n"),
+        ("usable // (self.gpus * per_gpu)", "usable // self.gpus"),
+        ('({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})', "{}"),
+        ("checkout.news(at_once=over)", "checkout.news()"),
+        ("                checkout.scratch.cleanup()\n", ""),
+        ("subprocess.SubprocessError) as", "ValueError) as"),
+    ]),
+    ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
+        ("        if cores < usable:\n", "        if True:\n"),
+        ("str(min(32, cores))", "str(32)"),
+        ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
+    ]),
+    ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
+        ("        if os.getppid() != parent:  # it", "        if False:  # it"),
+        ("            raise TimeoutError", "            pass"),
+        (".split()) and time.monotonic() < end:", ".split()):"),
+    ]),
+    ("A checkout", "night/checkout.py", ["test_pool.py"], [
+        ("            del self.output[:-LOG_END]\n", ""),
+        ("                    self.sent[path] += len(text)\n", ""),
+        ("                file.seek(self.sent[path])\n", "                file.seek(0)\n"),
+        ("            if not self.signals:\n", "            if False:\n"),
+        ("self.signals.pop(0)", "self.signals[0]"),
+        (', "--exclude=results.tsv"', ""),
+        ('"does not end" if self.process.poll() is None else "no row"', '"no row"'),
+    ]),
+    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "address or answer"], [
         ('if address != "auto":', "if False:"),
         ("check=True, timeout=ANSWER", "timeout=ANSWER"),
         (", OverflowError", ""),
-        ("            del end[:-LOG_END]\n", ""),
-        ("    if asked.returncode:", "    if False:"),
+        ("self.started.get(stream, self.latest)", "self.latest"),
+        ("self.started.get(stream, self.latest)", "self.started.get(stream, 0.0)"),
+        ("                self.forget(stream)\n                yield Ended(run, \"\"", "                yield Ended(run, \"\""),
+    ]),
+    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "lost_node or spread"], [
+        ("max_retries=0,  # Ray", "max_retries=1,  # Ray"),
+        ("lost=reason in LOST", "lost=False"),
+        ("int(1e4 * n / per_gpu) / 1e4", "n"),
+    ]),
+    ("A cluster", "night/wave.py", ["test_ray.py", "-m", "ray", "-k", "lost_node or spread"], [
+        ("run not in self.lost", "True"),
+        ("                    self.submit(run, base)\n                    continue\n", ""),
+        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
-        ("    signal.signal(signal.SIGINT, signal.default_int_handler)\n", ""),
-        ("        atexit.register(shutil.rmtree, args.folder, ignore_errors=True)", "        #"),
-        ("_temp_dir=args.folder, ", ""),
+        ("            self.pool.close()\n", ""),
+        ("            if self.stopped:  # it may", "            if False:  # it may"),
         ("set() if self.args.again else {", "set() if True else {"),
         ("run[:2] not in done", "run not in done"),
     ]),
@@ -996,7 +1037,7 @@ SECTIONS = [
         ('("HEAD", commit, *night)', '("HEAD", commit)'),
         ('                git("checkout", "-q", commit, "--", "train.py")', "                pass"),
     ]),
-    ("Preparing", "prepare.py", ["test_splits.py", "-k", "without_network"], [
+    ("Preparing", "prepare.py", ["test_splits.py", "-m", "not ray", "-k", "without_network"], [
         ("if data or num_shards:\n            raise", "if data or own:\n            raise"),
     ]),
     ("Several seeds", "night/rows.py", ["test_wave.py", "-k", "its_mean"], [
@@ -1014,8 +1055,8 @@ SECTIONS = [
         ("(0 < len(here) < len(kept))", "True"),
     ]),
     ("Gains", "night/wave.py", ["test_loop.py", "-k", "spread"], [
-        ("min(self.args.per_gpu, math.ceil(runs / self.gpus))", "math.ceil(runs / self.gpus)"),
-        ("min(self.args.per_gpu, math.ceil(runs / self.gpus))", "self.args.per_gpu"),
+        ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "math.ceil(runs / self.pool.gpus)"),
+        ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "self.args.per_gpu"),
     ]),
     ("Repeated edits", "night/show.py", ["test_memory.py", "-k", "family"], [
         ("(gain(idea, noise) for idea in same)", "(gain(idea, noise) for idea in same[:1])"),
@@ -1027,7 +1068,7 @@ SECTIONS = [
         ('rows()) if row["status"] != "crash"]\n        kept', 'rows())]\n        kept'),
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
-        ("    end_children()\n    reader.join()", "    reader.join()"),
+        ("    end_children()\n    reader.join(", "    reader.join("),
         ("    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork\n", ""),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
         ("text[: max(0, LOG_BYTES - size)]", "text"),
@@ -1152,11 +1193,11 @@ SECTIONS = [
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_badly"], [
         ("len(self.trials()) + len(self.waiting)", "len(self.trials())"),
         ("loss > statistics.median(before)", "loss < statistics.median(before)"),
-        ("                self.stop(stream, PRUNED)", "                pass"),
+        ("                self.stop(run, PRUNED)", "                pass"),
         ("pruned = Description.parse(row).reason == PRUNED", "pruned = False"),
     ]),
     ("A wave", "night/wave.py", ["test_tune.py", "-k", "begins_badly"], [
-        ("if stream in self.reasons:", "if False:"),
+        ("if run in self.reasons:", "if False:"),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "begins_at"], [
         ('if args.sampler == "cmaes" else {}  #', "if False else {}  #"),

@@ -1,4 +1,4 @@
-"""The morning's attribution: verdicts on simulated nights whose truth is known; a played one with real git and Ray."""
+"""The morning's attribution: verdicts on simulated nights whose truth is known; a played one with real git."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_report import LABEL, Clone
+from test_report import LABEL, Morning
 
 import harness
 import prepare
@@ -19,9 +19,7 @@ from night.attribute import Change, attribute, decide, halves, possible, prune
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
 TRAIN = """\
-import random, sys, time
-import harness
-import prepare
+import random
 
 REAL = 0
 
@@ -39,15 +37,11 @@ HARM = 0
 
 TWICE = 0
 
-options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
 TRUE = 1.3 - 0.02 * REAL + 0.02 * HARM - 0.02 * TWICE
 VERSION = REAL, LUCK, HARM, TWICE
 draw = lambda *what: random.Random(str(what)).gauss(0, 0.001)
-noise = lambda split: draw(split, options["seed"], VERSION) + 3 * draw(split, options["seed"])
-harness.log_result(
-    val_bpb=TRUE + noise("val"), memory_gb=2.0, gpu="cpu, 1.5 M tokens", dataset=prepare.dataset_id(), tokens_M=1.5,
-    test_bpb=TRUE + noise("test") if harness.night_record()["score_test"] else None,
-)
+noise = lambda split: draw(split, seed, VERSION) + 3 * draw(split, seed)
+result(TRUE + noise("val"), TRUE + noise("test"))
 """
 
 
@@ -296,21 +290,19 @@ def test_only_a_pruned_file_that_is_no_worse_becomes_a_branch(shell, pruned, ver
         assert text.endswith(": branch night-pruned-2.") and shell("git show night-pruned-2:train.py") == "a = 1"
 
 
-def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
+def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, capsys):
     """Of five kept changes one is pure luck, one does harm, two are on one line. The next report trains nothing."""
-    pytest.importorskip("ray")
-    clone, text, score = Clone(tmp_path / "clone", prepared), TRAIN, 1.3
-    dataset = prepare.dataset_id(clone.cache / clone.dataset)
+    clone, text, score = Morning(tmp_path / "clone", monkeypatch), TRAIN, 1.3
     edits = [("REAL = 0", "REAL = 1"), ("LUCK = 0", "LUCK = 1\n\n"), ("HARM = 0", "HARM = 1")]
     edits += [("TWICE = 0", "TWICE = 1"), ("TWICE = 1", "TWICE = 2")]
     for name, (old, new) in zip(["baseline", "real", "luck", "harm", "once", "twice"], [("", ""), *edits], strict=True):
         text, score = text.replace(old, new) if old else text, score - 0.001
         (clone.folder / "train.py").write_text(text)
-        clone.run(f"git commit -q --allow-empty -am {name}")
-        head = clone.run("git rev-parse --short=7 HEAD").strip()
-        row = dict(memory_gb=2.0, gpu=LABEL, dataset=dataset, tokens_M=1.5, path=clone.results)
-        harness.log_result(val_bpb=score, commit=head, description=name, **row)
-    output = clone.finish(clone.report("--attribute"))
+        clone.shell(f"git commit -q --allow-empty -am {name}")
+        row = dict(memory_gb=2.0, gpu=LABEL, dataset="d", tokens_M=1.5)
+        harness.log_result(val_bpb=score, commit=clone.head(), description=name, **row)
+    clone.report("--attribute")
+    output = capsys.readouterr().out
     number = r"([+-]\d[.\d]*)"
     line = rf"^\| ([\w :]+) \| {number} \| {number} \| {number} \| 0\.\d+ \| ([\w ]+) \|$"
     found = re.findall(line, output, re.M)
@@ -323,13 +315,14 @@ def test_the_report_names_luck_and_harm_and_prunes_them(prepared, tmp_path):
     ]
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
-    assert "Kept changes: 3 real, 1 no evidence, 1 harmful. Without 2 of them the file has 29 lines, not 31" in output
-    report = (clone.folder / "report.md").read_text()
+    lines = len(text.splitlines())
+    assert f"1 no evidence, 1 harmful. Without 2 of them the file has {lines - 2} lines, not {lines}" in output
+    report = clone.written()
     assert "the gain's 95% confidence interval" in report and "\n## Which of the kept changes are real?\n" in report
-    branch = clone.run("git branch --show-current").strip()
-    pruned = clone.run(f"git show {branch}-pruned:train.py")
-    assert pruned == text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
-    assert clone.run("git status --porcelain") == "" and clone.run("git branch --show-current").strip() == branch
-    log = clone.results.read_bytes()
+    text = text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
+    assert clone.shell("git show night-pruned:train.py") == text.strip()
+    assert clone.shell("git status --porcelain") == "" and clone.shell("git branch --show-current") == "night"
+    log = harness.RESULTS.read_bytes()
     assert {*re.findall(r"without changes [\d, ]*seed (\d+)", log.decode())} >= {"1001", "1002"}
-    assert clone.finish(clone.report("--attribute")).count("\n0 runs, ") >= 2 and clone.results.read_bytes() == log
+    clone.report("--attribute")
+    assert capsys.readouterr().out.count("\n0 runs, ") >= 2 and harness.RESULTS.read_bytes() == log

@@ -369,6 +369,7 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
     assert [(row["description"], row["status"]) for row in night.rows()] == [("d", "keep")]
 
 
+@pytest.mark.slow
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.train()
     night.edit("half the lines", "val_bpb = 1.30")
@@ -525,6 +526,7 @@ def test_arguments_that_mean_nothing_are_refused(capsys, line, error):
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_killed_at_random_moments_leave_a_row_each(night):
     rng, killed = random.Random(10), {2, 5}  # about when it logs, and before
     for i in range(6):

@@ -173,6 +173,7 @@ def test_a_byte_order_mark_is_no_text_wherever_text_comes_from(tmp_path, monkeyp
     assert prepare.read(tmp_path / "name") == "name"
 
 
+@pytest.mark.slow
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(tmp_path):
     """The embedded corpus is for the time being: the same command gets climbmix later."""
     nowhere, clone, cache = {"HF_ENDPOINT": "http://127.0.0.1:9"}, tmp_path / "clone", tmp_path / "cache"
@@ -196,6 +197,7 @@ def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_
     assert run_prepare(cache=cache, clone=clone, **nowhere).returncode == 1
 
 
+@pytest.mark.slow
 def test_without_network_a_new_clone_uses_the_dataset_that_the_cache_has_if_it_is_whole(prepared, tmp_path):
     cache, clone = shutil.copytree(prepared, tmp_path / "cache"), tmp_path / "clone"
     clone.mkdir()
@@ -209,6 +211,7 @@ def test_without_network_a_new_clone_uses_the_dataset_that_the_cache_has_if_it_i
     assert run.returncode == 0 and "ready: embedded-" in run.stdout, run
 
 
+@pytest.mark.slow
 def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
     """Message and end of the process, though the resolver takes half a minute."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -345,6 +345,7 @@ def test_climbmix_comes_from_the_endpoint_and_stays_in_the_cache(undisturbed, se
     assert not list(undisturbed.parent.rglob("escaped*"))
 
 
+@pytest.mark.slow
 def test_faults_on_the_way_change_nothing_in_the_end(undisturbed, served, tmp_path):
     faults = [http_faults.truncate, http_faults.corrupt]
     with FaultyServer(served, faults) as server:
@@ -353,7 +354,7 @@ def test_faults_on_the_way_change_nothing_in_the_end(undisturbed, served, tmp_pa
     assert tree(tmp_path) == tree(undisturbed)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 33))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 33))])
 def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_run(
     served, undisturbed, tmp_path, seed
 ):
@@ -381,6 +382,7 @@ def test_killed_at_any_moment_and_run_again_the_cache_is_that_of_an_undisturbed_
     assert tree(cache) == tree(undisturbed), f"killed {moment:.2f} s after {begins}"
 
 
+@pytest.mark.slow
 def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
     with FaultyServer(served, rate=3e6) as server, ThreadPoolExecutor() as pool:
         run = functools.partial(run_prepare, "--num-shards", 2, cache=tmp_path, HF_ENDPOINT=server.url)

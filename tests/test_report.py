@@ -10,75 +10,113 @@ import time
 from pathlib import Path
 
 import pytest
+from scratch import Scratch
 from small_corpus import ROOT
 from test_night import Night
 
 import harness
 import prepare
 from harness import Description
+from night import report as reports
+from night.__main__ import parse
 from night.report import difference, gains
 from night.rows import Kind, Label, experiments, seed_noise
 
-pytest.importorskip("ray", reason="it is in the extra [night]")
+pytest.importorskip("scipy", reason="it is in the extra [night]")
 
 NOISE = 0.002
-LABEL = "cpu, 1.5 M tokens"
+SETTING = ", 1.5 M tokens"
+LABEL = f"cpu{SETTING}"
 # A revision whose true val_bpb is known, and its score on test, with other noise.
 STUB = """\
-import json, os, random, sys, time
-from pathlib import Path
+import random
+
+def bpb(split):
+    return TRUE + random.Random(f"{split} {seed} IDEA").gauss(0, NOISE)
+
+result(bpb("val"), bpb("test"))
+"""
+STUB_RUN = """\
+import sys, time
 import harness
 import prepare
 
 options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
+seed = int(options["seed"])
 
-def bpb(split):
-    return TRUE + random.Random(f"{split} {options['seed']} IDEA").gauss(0, NOISE)
+def result(val_bpb, test_bpb):
+    time.sleep(0.3)
+    gpu = "cpu" + harness.budget_name(None, int(options["tokens"]), None)
+    harness.log_result(
+        val_bpb=val_bpb, memory_gb=2.0, gpu=gpu, dataset=prepare.dataset_id(), tokens_M=1.3,
+        test_bpb=test_bpb if harness.night_record()["score_test"] else None,
+    )
 
-time.sleep(0.3)
-harness.log_result(
-    val_bpb=bpb("val"), memory_gb=2.0, gpu="cpu" + harness.budget_name(None, int(options["tokens"]), None),
-    dataset=prepare.dataset_id(), tokens_M=1.3, test_bpb=bpb("test") if harness.night_record()["score_test"] else None,
-)
 """
 
 
-class Clone(Night):
+class Simulated:
+    """Nights in a clone: `folder`, `shell` and `rows` are its own."""
+
+    dataset = "d"
+    stub = STUB
+
     def simulate(self, gain: float, runs: int = 200) -> list[dict]:
         """A night of so many experiments, their noise included, that truly gains so much; its rows.
 
         Only what is kept becomes a commit.
         """
-        rng, best, dataset = random.Random(5), 9.0, prepare.dataset_id(self.cache / self.dataset)
+        rng, best = random.Random(5), 9.0
         for i in range(runs):
             true = 1.2 - gain * (i // 40) / max(1, (runs - 1) // 40)
-            row = dict(memory_gb=2.0, gpu=LABEL, dataset=dataset, tokens_M=1.5, commit=f"{i:07x}")
+            row = dict(memory_gb=2.0, gpu=LABEL, dataset=self.dataset, tokens_M=1.5, commit=f"{i:07x}")
+            row["path"] = self.folder / "results.tsv"
             val_bpb = true + rng.gauss(0, NOISE)
             if i and i % 20 == 0:
-                harness.log_result(
-                    val_bpb=0.0, reason="out of memory", description=f"idea {i}", path=self.results, **row
-                )
+                harness.log_result(val_bpb=0.0, reason="out of memory", description=f"idea {i}", **row)
                 continue
             if val_bpb < best:
                 best = val_bpb
-                text = STUB.replace("TRUE", str(true)).replace("NOISE", str(NOISE)).replace("IDEA", str(i))
+                text = self.stub.replace("TRUE", str(true)).replace("NOISE", str(NOISE)).replace("IDEA", str(i))
                 (self.folder / "train.py").write_text(text)
-                self.run(f"git commit -qam 'idea {i}'")
-                row["commit"] = self.run("git rev-parse --short=7 HEAD").strip()
-            harness.log_result(val_bpb=val_bpb, description=f"idea {i}", path=self.results, **row)
+                self.shell(f"git commit -qam 'idea {i}'")
+                row["commit"] = self.shell("git rev-parse --short=7 HEAD").strip()
+            harness.log_result(val_bpb=val_bpb, description=f"idea {i}", **row)
         return self.rows()
 
-    @property
-    def results(self) -> Path:
-        return self.folder / "results.tsv"
+    def report_rows(self) -> list[dict]:
+        return [row for row in self.rows() if row["gpu"] == f"{LABEL}, report"]
 
-    @property
-    def cache(self) -> Path:
-        return Path(self.env["AUTORESEARCH_CACHE"])
 
-    @property
-    def dataset(self) -> str:
-        return (self.cache / "current").read_text().strip()
+class Morning(Simulated, Scratch):
+    """Reports in this process, whose runs end at once and see fewer tokens than those of the night."""
+
+    def __init__(self, folder: Path, monkeypatch, **files: str):
+        super().__init__(folder, monkeypatch, {"train.py": "", **files}, SETTING)
+        monkeypatch.setattr(reports, "start_pool", lambda args: (self.pool, self.kind))
+        self.pool.tokens_M = 1.3
+
+    def report(self, *options: str) -> None:
+        reports.report(parse(["report", "--per-gpu=2", "--tokens=1500000", *options]))
+
+    def written(self) -> str:
+        return (self.folder / "report.md").read_text("utf-8")
+
+
+@pytest.fixture
+def morning(tmp_path, monkeypatch) -> Morning:
+    return Morning(tmp_path / "clone", monkeypatch)
+
+
+class Clone(Simulated, Night):
+    """Reports in processes."""
+
+    shell = Night.run
+    stub = STUB_RUN + STUB
+
+    def __init__(self, folder: Path, cache: Path):
+        super().__init__(folder, cache)
+        self.dataset = prepare.dataset_id(cache / (cache / "current").read_text().strip())
 
     def report(self, *args: str) -> subprocess.Popen:
         command = ["exec python -m night report --per-gpu=2 --tokens=1500000", *args]
@@ -88,9 +126,6 @@ class Clone(Night):
         output = report.communicate(timeout=600)[0]
         assert report.returncode == code and not self.processes(), output
         return output
-
-    def report_rows(self) -> list[dict]:
-        return [row for row in self.rows() if row["gpu"] == f"{LABEL}, report"]
 
 
 @pytest.fixture
@@ -106,19 +141,20 @@ def numbers(report: str) -> dict[str, list[float]]:
     }
 
 
-def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(clone):
-    rows = clone.simulate(gain=0.0)
+def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(morning, capsys):
+    rows = morning.simulate(gain=0.0)
     kept = [row for row in rows if row["status"] == "keep"]
-    output = clone.finish(clone.report())
-    assert f"{LABEL}, {rows[0]['dataset']}: 200 experiments, {len(kept)} kept, 9 crashed." in output
+    morning.report()
+    output = capsys.readouterr().out
+    assert f"{LABEL}, d: 200 experiments, {len(kept)} kept, 9 crashed." in output
     assert "it may be chance. More" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
-    text = (clone.folder / "report.md").read_text("utf-8")
+    text = morning.written()
     assert numbers(text) == table and "it may be chance" in text and "![](progress.png)" in text
-    assert (clone.folder / "progress.png").read_bytes().startswith(b"\x89PNG")
-    assert clone.run("git status --porcelain") == ""
+    assert (morning.folder / "progress.png").read_bytes().startswith(b"\x89PNG")
+    assert morning.shell("git status --porcelain") == ""
 
 
 def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows_are_no_experiments(clone, monkeypatch):
@@ -147,33 +183,33 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert "it holds up." in output
     assert output.count(" saw 1.3 M tokens here, 1.5 M as logged") == 2
 
-    log = clone.results.read_bytes()
+    log = (clone.folder / "results.tsv").read_bytes()
     assert "\n0 runs, 6 more have a row" in clone.finish(clone.report())
-    assert clone.results.read_bytes() == log
+    assert (clone.folder / "results.tsv").read_bytes() == log
 
-    monkeypatch.setattr(harness, "RESULTS", clone.results)
+    monkeypatch.setattr(harness, "RESULTS", (clone.folder / "results.tsv"))
     assert experiments() == night
     assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
     assert clone.run("python -m night reference --tokens 1500000").strip() == last
     assert Kind(["cpu"], ", 1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
 
 
-def test_a_gain_is_written_down_before_an_attribution_that_may_fail(clone, monkeypatch):
-    monkeypatch.setitem(globals(), "STUB", STUB.replace("time.sleep(0.3)", "assert int(options['seed']) < 1000"))
-    clone.simulate(gain=0.02, runs=50)
-    output = clone.finish(clone.report("--seeds=2", "--attribute"), code=1)
-    assert "0 of 16 runs succeeded, too few" in output
-    assert "\n16 runs, 0 more " in output, "different ones, although some changes can only be left out together"
-    assert "the gain's 95% confidence interval" in (clone.folder / "report.md").read_text()
+def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
+    morning.stub = "assert seed < 1000\n" + STUB
+    morning.simulate(gain=0.02, runs=50)
+    with pytest.raises(prepare.PrepareError, match="0 of 16 runs succeeded, too few"):
+        morning.report("--seeds=2", "--attribute")
+    assert "\n16 runs, 0 more " in capsys.readouterr().out, "different ones, although changes may have to go together"
+    assert "the gain's 95% confidence interval" in morning.written()
 
 
-def test_runs_without_a_test_score_are_repeated(clone, monkeypatch, tmp_path):
+def test_runs_without_a_test_score_are_repeated(clone, tmp_path):
     """The cache has a relative path."""
     (old := tmp_path / "old").touch()
     score = 'if harness.night_record()["score_test"]'
-    monkeypatch.setitem(globals(), "STUB", STUB.replace(score, f"{score} and not Path({str(old)!r}).exists()"))
+    clone.stub = clone.stub.replace(score, f"{score} and not __import__('os').path.exists({str(old)!r})")
     clone.simulate(gain=0.02, runs=50)
-    clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.cache, clone.folder)
+    clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.env["AUTORESEARCH_CACHE"], clone.folder)
     assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me"}
     old.unlink()
     assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me", "test, me"}

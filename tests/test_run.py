@@ -212,6 +212,7 @@ def night(new_clone) -> tuple[Clone, list[Run]]:
     return clone, runs
 
 
+@pytest.mark.slow
 def test_an_official_run_prints_what_the_documents_say_and_nothing_on_stderr(night):
     clone, runs = night
     assert not clone.left_over, "weights are saved when asked for"
@@ -256,6 +257,7 @@ def test_a_model_that_gives_no_logits_writes_nothing_and_keeps_its_row(clone):
     assert (run.code, run.err, clone.statuses) == (0, "", ["keep"]) and "The model writes" not in run.out, run
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_in_two_plain_runs(new_clone):
     clones = [new_clone(), new_clone()]
     start = time.perf_counter()
@@ -282,6 +284,7 @@ def asks(**record) -> str:
     return f"os.environ['AUTORESEARCH_RUN'] = {json.dumps(record)!r}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [[], ["--tokens", "51200"]], ids=["logged", "not logged"])
 def test_a_run_leaves_its_curve_and_its_summary_in_the_folder_of_its_record(clone, tmp_path, args):
     clone.commit("1e3")
@@ -321,6 +324,7 @@ UNLOGGED = {  # arguments, the gpu column, why not
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNLOGGED)
 def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_night_asks_for_it(clone, name):
     args, gpu, reason = UNLOGGED[name]
@@ -336,6 +340,7 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_nigh
     assert run.summary["status"] == "in results.tsv"
 
 
+@pytest.mark.slow
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
     edit = """
 split_of = lambda real, model, tokenizer, B, T, split: 1.5 if split == "test" else real(model, tokenizer, B, T, split)
@@ -353,6 +358,7 @@ def test_a_run_that_never_used_the_clock_is_a_crash(clone):
     assert "must start, advance and stop the clock" in clone.run(edit=edit).err and clone.statuses == ["crash"]
 
 
+@pytest.mark.slow
 def test_the_first_logged_run_gives_the_clone_its_dataset(clone, prepared, tmp_path):
     clone.cache = shutil.copytree(prepared, tmp_path / "cache")
     own = (clone.cache / "current").read_text().strip()
@@ -389,7 +395,12 @@ FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reas
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = ("nan", "score fails")  # one that train.py logs, and one that the harness does
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if name not in QUICK)]
+)
 def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, prepared, tmp_path, name):
     fault, message, reason = FAULTS[name]
     clone = new_clone(shutil.copytree(prepared, tmp_path / "cache"))
@@ -426,6 +437,7 @@ def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, nam
     assert "val_bpb:" not in run.out and error in run.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clone):
     for i, late in enumerate(("sample", "save_weights")):
         run = clone.run("--save", edit=f"replace(experiment, '{late}', lambda *_, **__: send(signal.SIGKILL))")
@@ -467,6 +479,7 @@ MOMENTS = {  # edit; description of the row; exit status
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "number"), [*zip(MOMENTS, 2 * SIGNALS, strict=True)])
 def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_the_process(clone, moment, number):
     edit, reason, code = MOMENTS[moment]
@@ -475,6 +488,7 @@ def test_a_signal_neither_loses_the_row_nor_doubles_it_and_after_it_just_ends_th
     assert run.code == (-number if code is None else code) and ("val_bpb" in run.summary) == (not reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("handler", "code", "reason"), [("SIG_DFL", 129, " [terminal closed]"), ("SIG_IGN", 0, "")])
 def test_a_closed_terminal_ends_a_run_with_its_row_unless_nohup_shields_it(clone, handler, code, reason):
     run = clone.run(edit=f"signal.signal(signal.SIGHUP, signal.{handler})\nat_step(5, lambda loss: send(1) or loss)")
@@ -484,12 +498,14 @@ def test_a_closed_terminal_ends_a_run_with_its_row_unless_nohup_shields_it(clone
 # Files and readers that go away, a disk that is full, a step that hangs
 
 
+@pytest.mark.slow
 def test_a_clone_that_is_gone_leaves_the_row_on_stderr(clone):
     run = clone.run(edit="at_step(5, lambda loss: shutil.rmtree(os.getcwd()) or loss)")
     row = rf"^\w{{7}}\t{float(run.summary['val_bpb']):.6f}\t0\.0\tkeep\t.*\tcpu\tcorpus-\w+\t\S+$"
     assert run.code == 0 and re.search(row, run.err, re.MULTILINE), run
 
 
+@pytest.mark.slow
 def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_before(clone):
     (clone.folder / "model.safetensors").write_bytes(b"those of before")
     run = clone.run("--save", edit="resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))")
@@ -502,6 +518,7 @@ def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_bef
     assert clone.run("--save").code == 0 and clone.left_over == {"model.safetensors"}, "the half is gone"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
     """`python train.py | head`: the summary finds a broken pipe."""
     edit = "sys.stdout.reconfigure(line_buffering=True)\n"
@@ -516,6 +533,7 @@ def test_a_reader_that_goes_away_makes_no_second_row(clone):
     assert clone.statuses == ["keep"], run
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_says_where_and_the_run_goes_on_with_it(clone):
     """It is told after 120 s, which are one here."""
     edit = """
@@ -558,6 +576,7 @@ def test_what_cannot_start_is_one_line_with_its_remedy_and_no_row(clone, tmp_pat
     assert not (clone.folder / "results.tsv").exists() and not clone.left_over
 
 
+@pytest.mark.slow
 def test_importing_touches_no_gpu_network_or_file(clone):
     """Audited: no socket, no process, nothing written, and nothing read of the clone and the cache but the source."""
     code = f"""
@@ -586,6 +605,7 @@ assert touched, "the audit sees what there is"
 # Saved weights
 
 
+@pytest.mark.slow
 def test_a_sample_continues_its_text_with_the_saved_weights(saved):
     clone = saved
     before = (clone.folder / "model.safetensors").stat().st_mtime_ns

@@ -271,6 +271,7 @@ def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp
     assert splits_of(prepare.prepare(str(tmp_path / "data")))["val"] == own_splits(numbered(0, 200))["val"]
 
 
+@pytest.mark.slow
 def test_more_shards_than_open_files_are_allowed_work_and_the_limit_stays(tmp_path, cache, monkeypatch):
     """Two passes over all shards, each of which counts as an open file while it is mapped."""
     monkeypatch.setattr(prepare, "SHARD_CHARS", 40)
@@ -486,6 +487,7 @@ def test_torch_is_loaded_only_to_find_the_number_of_shards(climbmix, tmp_path):
         assert ("torch is loaded" in run.stderr) == loaded == (run.returncode != 0), run
 
 
+@pytest.mark.slow
 def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path):
     """Whatever the other one prepares: another folder, other shards, another constant."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

@@ -1,5 +1,7 @@
-"""Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Ray and Optuna."""
+"""Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
+import functools
+import itertools
 import json
 import re
 import statistics
@@ -7,11 +9,12 @@ import time
 from collections import Counter
 
 import pytest
+from scratch import Scratch, StubPool
 from test_wave import STUB, TWO_SLOTS, Clone
 
 import harness
 import night.plot
-from night import records, tune
+from night import live, records, tune
 from night.__main__ import parse
 from night.plot import plot
 from night.records import curve
@@ -45,6 +48,14 @@ SIZES = (  # from
 BOWL = "LR = 0.04001  # [0.01, 0.1]\nWIDTH = 2**4\nDEPTH = 3\nimport math\n" + STUB.replace("BODY", """\
     open(LOG, "a").write("one "); time.sleep(0.3); assert DEPTH in (2, 3)
     val_bpb = 1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.log2(WIDTH))"""[4:])  # fmt: skip
+QUICK = """\
+LR = 0.04001  # [0.01, 0.1]
+WIDTH = 2**4
+DEPTH = 3
+import math
+assert DEPTH in (2, 3)
+result(1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.log2(WIDTH)))
+"""
 
 
 class Tuned(Clone):
@@ -64,6 +75,27 @@ class Tuned(Clone):
     def train(self, commit: str) -> tuple[str, tuple]:
         text = self.run(f"git show {commit}:train.py")
         return text, tuple(knob.value for knob in read_knobs(text.encode(), 0))
+
+
+class Searched(Scratch):
+    """A clone, and searches in this process."""
+
+    def tune(self, *options: str, user=()) -> str:
+        args = parse(["tune", "--tokens=1500000", "--per-gpu=2", *options])
+        knobs_of = functools.partial(read_knobs, peak=0, names=args.knobs, searched=())
+        self.pool = StubPool(self.kind, self.folder.parent)
+        self.pool.user = iter(user)
+        search = tune.Tuner(args, self.pool, self.kind, knobs_of)
+        search.search()
+        return search.study.get_trials()
+
+    def train(self, commit: str) -> str:
+        return self.shell(f"git show {commit}:train.py")
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    return Searched(tmp_path / "clone", monkeypatch, {"train.py": QUICK}, ", 1.5 M tokens")
 
 
 @pytest.fixture
@@ -119,17 +151,20 @@ def test_by_tokens_no_size_is_searched_as_it_may_make_a_token_dearer(monkeypatch
     for budget in ("--seconds=5", "--tokens=5"):
         tune.tune(parse(["tune", "--list", "--gpu=T4", budget]))
         names.append({line.split()[0] for line in capsys.readouterr().out.splitlines()})
+    tune.tune(parse(["tune", "--list", "--gpu=T4", "--knobs=ROWS,STEPS"]))
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["STEPS", "200", "100", "to"], ["ROWS", "2**17", "32768,", "65536,"]]
     assert names[0] - names[1] == {"depth", "n_embd", "window", "total_batch_size"} and "A_LR" in names[1]
 
 
-def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
+def test_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
     (clone.folder / "train.py").write_text("by hand")
-    clone.search("--runs=20", rows=7).kill()
+    clone.search("--runs=10", rows=4).kill()
     assert clone.all_gone(20, runs=True)
-    before, output = clone.rows(), clone.tune("--runs=20")
+    before, output = clone.rows(), clone.tune("--runs=10")
     rows, trials = clone.rows(), clone.trials()
     by_commit = {row["commit"]: row for row in rows}
-    assert len(trials) == 20 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
+    assert len(trials) == 10 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
     assert rows[: len(before)] == before and rows == [*by_commit.values()]
     assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2  # killed at work, and repeated
     base, (start, _) = trials[0].user_attrs["commit"], clone.train("HEAD")
@@ -143,70 +178,65 @@ def test_20_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_pat
     best = min((row for row in rows if row["val_bpb"]), key=lambda row: row["val_bpb"])
     assert re.search(rf"vs reference.*\n{best['val_bpb']:.6f} .* keep +{best['commit']}  tune tpe: ", output)
     assert clone.run("git status --porcelain").split() == ["M", "train.py"]
-    assert clone.tune("--runs=20").startswith("20 of 20 trials so far, 0 of them")
+    assert clone.tune("--runs=10").startswith("10 of 10 trials so far, 0 of them")
 
 
-def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(clone, tmp_path):
-    """Runs begin by turns with the lowest loss so far and the highest. Unless stopped, a high one takes a minute."""
-    begin = """
-    import harness
-    with open(BEGUN, "ab", buffering=0) as file: file.write(b"."); n = file.tell()
-    loss = 5 + n / 100 if n % 2 else 5 - n / 100
-    lines = [f"1\\t1\\t{share * args.tokens}\\t{loss}\\t0" for share in (0, 0.15, 0.3, 0.3)]
-    harness.write_record("curve.tsv", "\\n".join(lines))
-    time.sleep(60 if loss > 5 and n > 8 else 3)
-    open(""".replace("BEGUN", repr(str(tmp_path / "begun")))
-    text = (clone.folder / "train.py").read_text()
-    (clone.folder / "train.py").write_text(text.replace("\n    open(", begin))
-    clone.run("sed -i 's/^NEWS = 3/NEWS = 0.2/' night/wave.py && sed -i 's/^FIRST = 10/FIRST = 3/' night/tune.py")
-    clone.run("sed -i 's/else 60)/else 0)/' night/live.py")
-    clone.run("git commit -qam curves")
-    output = clone.tune("--sampler=random", "--runs=14", "--knobs=LR,WIDTH", "--prune")
+def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(quick, monkeypatch, capsys):
+    """Runs begin by turns with the lowest loss so far and the highest."""
+    begun = quick.folder.with_name("begun")
+    train = f"""
+with open({str(begun)!r}, "ab", buffering=0) as file: file.write(b"."); n = file.tell()
+loss = 5 + n / 100 if n % 2 else 5 - n / 100
+lines = [f"1\\t1\\t{{share * 1.5e6}}\\t{{loss}}\\t0" for share in (0, 0.15, 0.3, 0.3)]
+news("curve.tsv", "\\n".join(lines).encode())
+"""
+    quick.shell(f"cat >> train.py <<'END'\n{train}\nEND\ngit commit -qam curves")
+    monkeypatch.setattr(tune, "FIRST", 3)
+    now = itertools.count(0, 100)  # the board says how far it is at each look
+    monkeypatch.setattr(live.time, "monotonic", lambda: next(now))
+    trials = quick.tune("--sampler=random", "--runs=14", "--knobs=LR,WIDTH", "--prune")
+    output = capsys.readouterr().out
     ended = re.findall(r"(\d+) of 14 runs have ended(, \d+ min left)?", output)
     assert (ended[0], ended[-1]) == (("0", ""), ("14", "")), output
     assert all(left for n, left in ended if 0 < int(n) < 14), output
-    pruned = [row for row in clone.rows() if row["description"].endswith("[pruned at 20%]")]
-    ends = Counter((trial.state.name, trial.user_attrs["commit"]) for trial in clone.trials())
+    pruned = [row for row in quick.rows() if row["description"].endswith("[pruned at 20%]")]
+    ends = Counter((trial.state.name, trial.user_attrs["commit"]) for trial in trials)
     stopped = {commit for state, commit in ends if state == "PRUNED"}  # trials of equal values are one run
     assert stopped and stopped == {row["commit"] for row in pruned}, output
     assert {state for state, _ in ends} == {"PRUNED", "COMPLETE"} and len(pruned) == len(stopped), output
-    trained = (tmp_path / "trained").read_text().count("one")
-    assert trained == len(clone.rows()) - len(pruned)  # equal values are one run
+    assert len(quick.pool.trained) == len(quick.rows()) - len(pruned)  # equal values are one run
     for row in pruned:
-        (folder,) = (clone.folder / "runs").glob(f"{row['commit']}-*")
+        (folder,) = (quick.folder / "runs").glob(f"{row['commit']}-*")
         assert curve(folder)[-1].loss > 5
 
 
-def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(clone):
+def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(quick):
     """The idea also has a rate searched on a linear scale from now on."""
-    search = clone.search("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", rows=2)
-    idea = clone.run(
-        "sed -i '$ a # an idea\ns/0.01, 0.1/0, 0.1/' train.py; git commit -qam idea; git rev-parse --short=7 HEAD"
-    ).strip()
-    row = {key: clone.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
-    harness.log_result(val_bpb=1.1, commit=idea, description="idea", path=clone.folder / "results.tsv", **row)
-    clone.finish(search)
-    commits = [trial.user_attrs["commit"] for trial in clone.trials()]
-    edits = ["# an idea" in clone.train(commit)[0] for commit in commits]
-    assert 1 < edits.index(True) < 6 and edits == sorted(edits) and commits[edits.index(True)] == idea
-    assert len(clone.rows()) == len({row["commit"] for row in clone.rows()}) == 12
+
+    def keep_an_idea() -> None:
+        quick.shell("sed -i '$ a # an idea\ns/0.01, 0.1/0, 0.1/' train.py; git commit -qam idea")
+        row = {key: quick.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
+        harness.log_result(val_bpb=1.1, commit=quick.head(), description="idea", **row)
+
+    user = (keep_an_idea() if look == 2 else None for look in itertools.count())
+    trials = quick.tune("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", user=user)
+    commits = [trial.user_attrs["commit"] for trial in trials]
+    edits = ["# an idea" in quick.train(commit) for commit in commits]
+    assert 1 < edits.index(True) < 6 and edits == sorted(edits) and commits[edits.index(True)] == quick.head()
+    assert len(quick.rows()) == len({row["commit"] for row in quick.rows()}) == 12
 
 
-def test_equal_values_are_one_run_and_cma_es_searches(clone):
-    lines = clone.run("python -m night tune --list --knobs=WIDTH,DEPTH --gpu T4").splitlines()
-    assert [line.split()[:4] for line in lines] == [["WIDTH", "2**4", "4,", "8,"], ["DEPTH", "3", "1,", "2,"]]
-    clone.tune("--sampler=cmaes", "--runs=12", "--knobs=WIDTH,DEPTH")
-    trials, rows = clone.trials(), clone.rows()
-    assert len(trials) == 12 > len(rows) == len({clone.train(row["commit"])[1] for row in rows}) > 1
+def test_equal_values_are_one_run_and_cma_es_searches(quick):
+    trials = quick.tune("--sampler=cmaes", "--runs=12", "--knobs=WIDTH,DEPTH")
+    rows = quick.rows()
+    assert len(trials) == 12 > len(rows) == len({quick.train(row["commit"]) for row in rows}) > 1
     assert all(row["description"].startswith("tune cmaes: ") for row in rows[2:])
 
 
-def test_cma_es_begins_at_the_constants_as_they_are_not_in_the_middle_of_their_ranges(clone):
-    text = (clone.folder / "train.py").read_text().replace("[0.01, 0.1]", "[0.04, 100]")
-    (clone.folder / "train.py").write_text(text)
-    clone.run("git commit -qam wide")
-    clone.tune("--sampler=cmaes", "--runs=8", "--knobs=LR,WIDTH")
-    assert statistics.median(trial.params["LR"] for trial in clone.trials()[1:]) < 0.6, "the middle is 2"
+def test_cma_es_begins_at_the_constants_as_they_are_not_in_the_middle_of_their_ranges(quick):
+    quick.shell("sed -i 's/0.01, 0.1/0.04, 100/' train.py; git commit -qam wide")
+    trials = quick.tune("--sampler=cmaes", "--runs=8", "--knobs=LR,WIDTH")
+    assert statistics.median(trial.params["LR"] for trial in trials[1:]) < 0.6, "the middle is 2"
 
 
 def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Waves: stubs of train.py, trained by a real Ray on this machine, and on a cluster of simulated nodes."""
+"""Waves: stubs of train.py, trained on this machine."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,12 +21,11 @@ from test_night import Night, command
 import harness
 import prepare
 from harness import Description
-from night import rows, wave
+from night import rows
 from night.live import Board
-from night.rows import Kind
-from night.wave import Run, Trainer, decide, log_row, same_gpus, table
-
-pytest.importorskip("ray", reason="it is in the extra [night]")
+from night.pool import Ended, Run
+from night.rows import Kind, decide
+from night.wave import Trainer, log_row, same_gpus, table
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
@@ -231,34 +229,15 @@ def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_wha
     ]
 
 
-def test_a_run_whose_worker_is_killed_starts_again_with_a_record_of_its_own_and_may_take_less_time(clone, tmp_path):
-    pids = tmp_path / "pids"
-    body = f"first = not os.path.exists({str(pids)!r}); open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')"
-    talk = "[(print('number', i, flush=True), time.sleep(1)) for i in range(99 * first)]"
-    clone.commit(base="val_bpb = 1.3", idea=f"{body}; {talk}; val_bpb = 1.2")
-    clone.run("git checkout -q base")
-    wave, runs = clone.wave("idea", *TWO_SLOTS), clone.folder / "runs"
-    commit = clone.run("git rev-parse --short=7 idea").strip()
-    first, second = runs / f"{commit}-42-1.5M", runs / f"{commit}-42-1.5M.2"
-    while "number 7" not in prepare.read(first / "log.txt"):
-        time.sleep(0.05)
-        assert wave.poll() is None, wave.stdout.read()
-    os.kill(parent(parent(parent(int(pids.read_text())))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
-    output = clone.finish(wave)
-    assert clone.scores() == {"base": "keep", "idea": "keep"} and f"lost     {commit} idea: starting it again" in output
-    assert "WorkerCrashed" in prepare.read(first / "summary.json") and "number" not in prepare.read(second / "log.txt")
-
-
-def test_the_record_of_a_run_whose_task_fails_ends_with_its_row(tmp_path, monkeypatch):
+def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(tmp_path, monkeypatch):
     """As when the disk is too full to unpack its checkout."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr("night.wave.next_event", lambda stream: ("", [], "OSError"))
     run = Run("abc1234", "idea", 42)
-    trainer = SimpleNamespace(reasons={}, lost=set(), stopped=[], board=Board(1), to_end=lambda: 0)
-    trainer.ray, trainer.kind = SimpleNamespace(wait=lambda streams, timeout: (streams, [])), Kind(["cpu"], "", "d")
-    trainer.pending, trainer.records = {"stream": (run, ("", ""))}, {run: tmp_path}
-    ((_, row),) = Trainer.ended(trainer)
-    assert row["status"] == "crash" and not trainer.records
+    pool = SimpleNamespace(slots=1, events=lambda: [Ended(run, "", [], "OSError")])
+    trainer = Trainer(None, pool, Kind(["cpu"], "", "d"))
+    trainer.board, trainer.pending, trainer.records = Board(1), {run: ("", "")}, {run: tmp_path}
+    ((_, row),) = trainer.ended()
+    assert row["status"] == "crash" and not trainer.records and not trainer.pending
     assert "OSError" in prepare.read(tmp_path / "summary.json") and "[OSError]" in prepare.read(harness.RESULTS)
 
 
@@ -310,7 +289,7 @@ def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clo
 
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
     """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first of the good
-    rows. Ray listens on loopback only. The wave begins as in a script, by `&`: SIGINT is ignored."""
+    rows. Nothing listens to the network. The wave begins as in a script, by `&`: SIGINT is ignored."""
     clone.commit(base="time.sleep(1); val_bpb = 1.35", **SIX)
     clone.run("git checkout -q base")
     command = [*SIX, *TWO_SLOTS, "--limit=6"]
@@ -319,10 +298,9 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     while len(clone.rows()) < 3 or "base" not in clone.scores():
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
-    folder = Path(f"/proc/{clone.process('train.py')}/cwd").resolve().parent
-    assert folder.parent == Path("/tmp") and list(folder.glob("*/results.tsv"))
-    assert not [word for words in clone.processes().values() for word in words if "/tmp/ray/" in word]
-    assert listening(clone.processes()) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    folder = Path(f"/proc/{clone.process('train.py')}/cwd").resolve()
+    assert folder.parent == Path("/tmp") and (folder / "results.tsv").exists()
+    assert not listening(clone.processes())
     wave.send_signal(signal.SIGINT)
     clone.finish(wave, code=130, timeout=20)
     assert not clone.processes() and not folder.exists()
@@ -360,7 +338,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
     wave.kill()
-    assert clone.all_gone(20, runs=True)  # Ray's own agents take a minute
+    assert clone.all_gone(20)
     typos = {f"typo, seed {seed} {REASON['typo']}": "crash" for seed in (0, 5)}
     assert clone.scores() == {"idea, seed 0": "discard", "idea, seed 5": "discard"} | typos
 
@@ -451,110 +429,10 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone, options, 
     """Without OMP_NUM_THREADS, PyTorch takes as many as it may use. A single run does not leave half of them idle."""
     omp = "os.environ.get('OMP_NUM_THREADS', 1000 + len(os.sched_getaffinity(0)))"
     clone.commit(base=f"val_bpb = float({omp}) + int(os.environ['TORCHINDUCTOR_COMPILE_THREADS']) / 10")
+    clone.env.pop("OMP_NUM_THREADS", None)
     two = sorted(os.sched_getaffinity(0))[:2]
     clone.finish(clone.wave("base", *options, begin=lambda: os.sched_setaffinity(0, two)))
     assert [row["val_bpb"] for row in clone.rows()] == threads
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-class Cluster:
-    """A head and nodes of one core each, all on this machine. Ray is told how many GPUs a node has."""
-
-    def __init__(self, clone: Clone, monkeypatch):
-        from ray.cluster_utils import Cluster
-
-        for name, value in clone.env.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.nodes = {}
-
-    def add(self, num_gpus: int = 0, **env: str) -> None:
-        node = self.cluster.add_node(num_cpus=1, num_gpus=num_gpus, env_vars=env)
-        self.nodes[node.all_processes["raylet"][0].process.pid] = node
-
-    def lose_node_of(self, pid: int) -> None:
-        """As when the power goes: without a goodbye."""
-        while pid not in self.nodes:
-            pid = parent(pid)
-        self.cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
-
-
-@pytest.fixture
-def cluster(clone, monkeypatch):
-    cluster = Cluster(clone, monkeypatch)
-    try:
-        yield cluster
-    finally:
-        cluster.cluster.shutdown()
-
-
-def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_gets_none(clone, cluster, tmp_path):
-    pids = tmp_path / "pids"
-    clone.commit(
-        good=SIX["good"],
-        short="val_bpb = 1.2",
-        long=f"print(os.getpid(), file=open({str(pids)!r}, 'a')); time.sleep(999)",
-        base="val_bpb = 1.5",
-    )
-
-    def began(times: int) -> int:
-        """Waits until the long run has begun so many times; its pid."""
-        while not pids.exists() or len(pids.read_text().split()) < times:
-            time.sleep(0.05)
-            assert wave.poll() is None, wave.stdout.read()
-        return int(pids.read_text().split()[-1])
-
-    cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "empty"))
-    cluster.add()
-    cluster.add()
-    wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
-    cluster.lose_node_of(began(1))
-    os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
-    output = clone.finish(wave)
-    assert clone.scores() == {"base": "keep", "long [WorkerCrashedError]": "crash", "short": "keep"}
-    assert len(re.findall("^no run on .* does not have corpus-.*PrepareError", output, re.M)) == 1
-
-    clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
-    rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
-    expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
-    assert rows == {name: ("cpu, 9 s", val_bpb) for name, val_bpb in expected.items()}
-    wave = clone.wave("long", "--again", f"--address={cluster.cluster.address}")
-    began(3)
-    wave.kill()
-    assert clone.all_gone(runs=True)
-
-
-def test_few_runs_are_spread_over_the_gpus(clone, cluster):
-    """Though eight could share one, and Ray fills one before it begins with the next."""
-    clone.commit(good="time.sleep(3); val_bpb = 1.3")
-    cluster.add(num_gpus=2)
-    several = ["--seeds=1,2,3", "--per-gpu=8", "--tokens=5", f"--address={cluster.cluster.address}"]
-    output = clone.finish(clone.wave("good", *several))
-    assert sorted(re.findall("^start .* GPU (.)$", output, re.M)) == ["0", "0", "1"]
-    assert len(clone.rows()) == 3
-
-
-def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluster, tmp_path):
-    """The embedded corpus here, of which only a few modules are left: the same on the node as on this machine."""
-    (tmp_path / "stdlib").mkdir()
-    for module in ("argparse", "ast", "bdb", "calendar", "cmd", "enum", "codecs", "copy", "csv", "dis"):
-        (tmp_path / "stdlib" / f"{module}.py").write_bytes((Path(os.__file__).parent / f"{module}.py").read_bytes())
-    few = f"import sysconfig\nsysconfig.get_path = lambda *_: {str(tmp_path / 'stdlib')!r}\n"
-    text = (ROOT / "prepare.py").read_text("utf-8").replace("import sysconfig\n", few)
-    (clone.folder / "prepare.py").write_text(text, "utf-8")
-    clone.commit(good=SIX["good"])
-    clone.env["AUTORESEARCH_CACHE"] = str(tmp_path / "here")
-    clone.run("python prepare.py --data embedded")
-    cluster.add(AUTORESEARCH_CACHE=str(tmp_path / "node"))
-    clone.finish(clone.wave("good", f"--address={cluster.cluster.address}"))
-    (row,) = clone.rows()
-    assert row["status"] == "keep" and row["dataset"].startswith("embedded-")
-    assert (tmp_path / "node" / "current").read_text() == (tmp_path / "here" / "current").read_text()
 
 
 @pytest.mark.slow
@@ -573,7 +451,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
     [
         ("good no-such-branch", "bad revision 'no-such-branch'"),
         ("good..good", r"good\.\.good: there are no such commits"),
-        ("good", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
+        ("good --address=auto", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "asking for this machine's GPUs failed with exit status 1"),
         ("good", "another wave, tune, loop or report of this clone is running"),
         ("good", r"results.tsv cannot take rows: its first line must be `commit\tval_bpb\t"),
@@ -594,47 +472,14 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
     assert re.search(rf"^night: .*{remedy}", output, re.M)
 
 
-@pytest.mark.parametrize("form", ["nobody", "no Ray", "no port", "ray", "port", "auto"])
-def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch, tmp_path, form):
-    if form == "no Ray":
-        monkeypatch.setattr(wave, "ANSWER", 4)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        if form == "nobody":
-            server.close()
-        forms = {
-            "no port": "localhost",
-            "ray": f"ray://localhost:{port}",
-            "port": f"localhost:{10**30}",
-            "auto": "auto",
-        }
-        address, begin = forms.get(form, f"127.0.0.1:{port}"), time.monotonic()
-        with pytest.raises(
-            prepare.PrepareError, match=f"no Ray cluster answers at {address}: check --address"
-        ) as error:
-            wave.check_cluster(address)
-    assert "\n" not in str(error.value) and time.monotonic() - begin < 20
-
-
-def test_of_a_run_that_prints_without_end_a_wave_keeps_the_last_lines_only(tmp_path, monkeypatch):
-    """In memory and on the disk alike."""
-    monkeypatch.setattr(wave, "set_threads", lambda env: None)
-    monkeypatch.setattr("ray.get_gpu_ids", list)
-    files = {"a.py": b"import os\nfor _ in range(99): print('x' * 10**5)\nprint('end', sorted(os.listdir()))"}
-    monkeypatch.setattr(wave, "NEWS", 0.1)
-    empty = subprocess.run(["tar", "-cT", "/dev/null"], capture_output=True, check=True).stdout
-    _, (rows, tail) = wave.run_in_checkout(empty, files, ["a.py"], folder=tmp_path)
-    assert rows == "" and len("".join(tail)) <= wave.LOG_END and tail[-1].startswith("end ")
-    assert tail[-1] == "end ['a.py', 'night-owner', 'results.tsv']"
-
-
-def test_a_run_a_picture_and_train_py_import_no_ray(clone, tmp_path):
-    """Nor does the installation bring it: it is in an extra."""
-    (tmp_path / "bin" / "ray.py").write_text("raise SystemExit('imported')")
-    clone.commit(good="import prepare; val_bpb = 1.3")
-    output = clone.run("python -m night run && python -m night plot && ls")
-    assert "imported" not in output and "progress.png" in output
+def test_a_run_a_wave_and_train_py_import_nothing_but_the_base_packages(clone, tmp_path):
+    """The others are in extras."""
+    for name in ("ray", "scipy", "optuna", "cmaes", "plotly", "matplotlib", "rich"):
+        (tmp_path / "bin" / f"{name}.py").write_text("raise SystemExit('imported')")
+    clone.commit(good="import prepare; val_bpb = 1.3", better="val_bpb = 1.2")
+    clone.run("git checkout -q good; python -m night run")
+    assert "imported" not in clone.finish(clone.wave("better"))
+    assert clone.scores() == {"good": "keep", "better": "keep"}
     code = "import sys, night.__main__, prepare, train; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")

@@ -248,6 +248,7 @@ def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_s
     assert epochs == [1 + (32 * step - 1) // epoch for step in range(1, 17)] and max(epochs) == 3
 
 
+@pytest.mark.slow
 def test_in_fp16_steps_that_overflow_change_no_weight_and_are_counted_and_the_others_learn(run):
     """One device batch: CPUs cannot add sparse gradients in fp16."""
     record = run(8 * T * 40, dtype=torch.float16, loss_scale=2.0**32, device_batch_size=8)

@@ -25,7 +25,7 @@ from night.__main__ import parse
 from night.attribute import Change, decide, judge, score_runs
 from night.commits import commit_train, read_train
 from night.rows import ATTRIBUTION_SEEDS, commit_of
-from night.wave import Trainer, start_ray
+from night.wave import Trainer, start_pool
 
 SEEDS = 2  # of each version, one by one
 GPT = "self.config, self.dtype, self.attention = config, "
@@ -60,7 +60,8 @@ def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Chang
 def main() -> None:
     one_by_one = "--one-by-one" in sys.argv
     args = parse(["wave", *(word for word in sys.argv[1:] if word != "--one-by-one")])
-    trainer = Trainer(args, start_ray(args)._replace(report=True))  # so that runs score the test split, too
+    pool, kind = start_pool(args)
+    trainer = Trainer(args, pool, kind._replace(report=True))  # so that runs score the test split, too
     gpu = harness.named_gpu(args.gpu) if args.gpu else harness.this_gpu()
     full, names = commit_of("HEAD"), [*EDITS, *(OF_EXPERTS if train.pick_size(gpu).num_experts else ())]
     text = read_train(full).decode()

@@ -1,0 +1,88 @@
+"""A run in a temporary checkout. Ray sends this file to nodes that have no clone: it imports nothing of ours."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+SCRATCH = "t4-night-"  # prefix of temporary folders
+OWNER = "night-owner"  # file in them: the process id of the owner, for `clean`
+LOG_END = 2**15  # bytes at the end of a run's output to take its last lines from
+NEWS = 3  # seconds between two looks at a run's record
+LOOK = 0.05  # seconds between two looks whether it has ended
+GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
+PATIENCE = 30  # seconds for it to end after a signal, its own patience with train.py included
+
+
+class Checkout:
+    """A Python command in a checkout of its own."""
+
+    def __init__(
+        self, archive: bytes, files: dict[str, bytes], command: list[str], record: dict, env: dict, limit: float
+    ):
+        """archive: a tar; files: replace those of the archive; record: see harness.night_record; limit: seconds after
+        which the command ends by itself."""
+        self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
+        self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
+        self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
+        (self.folder / OWNER).write_text(str(os.getpid()))
+        subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", self.folder], input=archive, check=True)
+        for name, content in files.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        (self.folder / "results.tsv").write_bytes(b"")  # instead of the archive's, which may be a link
+        env = env | {"AUTORESEARCH_RUN": json.dumps(record | {"parent": os.getpid()})}
+        options = dict(cwd=self.folder, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen([sys.executable, *command], **options, stdout=-1, stderr=-2)
+        self.reader = threading.Thread(target=self.read_output, daemon=True)
+        self.reader.start()
+
+    def read_output(self) -> None:
+        while text := self.process.stdout.read1():
+            self.output.extend(text)
+            del self.output[:-LOG_END]
+
+    def news(self, at_once: bool = False) -> Iterator[tuple[str, bytes]]:
+        """Name and new bytes of each file of its record, every NEWS seconds."""
+        if time.monotonic() < self.looked + NEWS and not at_once:
+            return
+        self.looked = time.monotonic()
+        for path in self.folder.glob("runs/*/*.*"):
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                file.seek(self.sent[path])
+                if text := file.read():
+                    self.sent[path] += len(text)
+                    yield path.name, text
+
+    def stop(self) -> None:
+        """Asks it to end."""
+        self.until = 0.0
+
+    def at_work(self) -> bool:
+        """Whether it or anything that it has started runs. Ends what should have ended by now; what survives SIGKILL,
+        as it waits for a dead disk, say, is left alone."""
+        if self.process.poll() is not None:
+            if not self.reader.is_alive():
+                return False
+            if self.signals:  # it was killed: its guard ends the rest
+                self.signals, self.until = [], time.monotonic() + PATIENCE
+        if time.monotonic() > self.until:
+            if not self.signals:
+                return False
+            self.process.send_signal(self.signals.pop(0))
+            self.until = time.monotonic() + PATIENCE
+        return True
+
+    def result(self) -> tuple[str, list[str], str]:
+        """Its rows, the last lines of its output, and what to log if there is no row."""
+        rows = (self.folder / "results.tsv").read_text("utf-8", errors="replace")
+        reason = "does not end" if self.process.poll() is None else "no row"
+        return rows, self.output.decode(errors="replace").splitlines()[-12:], reason

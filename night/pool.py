@@ -1,0 +1,127 @@
+"""Where runs are trained: `Local` is this machine, without Ray; night/ray_pool.py is a cluster.
+
+A pool has `gpus` and `slots` (how many), and queues what is submitted. `events` yields what happens within half a
+second. `close` ends all runs; they end with this process in any case.
+"""
+
+import functools
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import prepare
+from night.checkout import LOOK, Checkout
+from night.commits import archive
+
+
+class Run(NamedTuple):
+    """One run. Commit and description identify it in results.tsv."""
+
+    commit: str
+    description: str
+    seed: int
+
+
+@dataclass
+class Started:
+    run: Run
+    where: str  # host and GPU
+
+
+@dataclass
+class News:
+    """New bytes of a file of the run's record."""
+
+    run: Run
+    name: str
+    text: bytes
+
+
+@dataclass
+class Ended:
+    run: Run
+    rows: str  # what it wrote to results.tsv
+    tail: list[str]  # last lines of its output
+    reason: str  # what to log if there is no row
+    lost: bool = False  # with its worker or node
+
+
+def our_files() -> dict[str, bytes]:
+    """What a checkout gets beside the files of its commit: today's night/, and the name of this clone's dataset."""
+    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+    return files | {".dataset": prepare.current_dataset().name.encode()}
+
+
+class Local:
+    """This machine: a slot per GPU, times `per_gpu`; without a GPU, the CPU is one."""
+
+    def __init__(self, gpus: list[str], per_gpu: int, limit: float):
+        """gpus: their names in CUDA_VISIBLE_DEVICES. limit: seconds after which a run ends itself."""
+        self.free, self.limit = (gpus or [""]) * per_gpu, limit
+        self.gpus, self.slots = len(gpus) or 1, len(self.free)
+        self.archive, self.files = functools.lru_cache(8)(archive), our_files()
+        self.queue, self.active = [], {}
+
+    def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
+        """Queues a Python command on the run's commit. per_gpu: how many runs share a GPU and its part of the cores."""
+        self.queue.append((run, command, record, per_gpu))
+
+    def events(self) -> Iterator[Started | News | Ended]:
+        until = time.monotonic() + 0.5
+        while self.queue or self.active:
+            found = [*self.start(), *self.look()]
+            yield from found
+            if found or time.monotonic() > until:
+                break
+            time.sleep(LOOK)
+
+    def start(self) -> Iterator[Started | Ended]:
+        while self.queue and self.free:
+            run, command, record, per_gpu = self.queue[0]
+            packed = self.archive(run.commit)  # before it leaves the queue: git may fail for a while
+            self.queue.pop(0)
+            gpu = max(self.free, key=self.free.count)  # the one with the fewest runs
+            env = self.environment(gpu, per_gpu)
+            try:
+                checkout = Checkout(packed, self.files, command, record, env, self.limit)
+            except (OSError, subprocess.SubprocessError) as error:  # disk full
+                yield Ended(run, "", [], type(error).__name__)
+                continue
+            self.free.remove(gpu)
+            self.active[run] = gpu, checkout
+            yield Started(run, os.uname().nodename + f" GPU {gpu}" * bool(gpu))
+
+    def environment(self, gpu: str, per_gpu: int) -> dict[str, str]:
+        """Of a run. With all cores that it may use, it takes PyTorch's own number of threads."""
+        usable = len(os.sched_getaffinity(0))
+        cores = max(1, usable // (self.gpus * per_gpu))
+        env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
+        if cores < usable:
+            env.setdefault("OMP_NUM_THREADS", str(cores))
+        return env | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+
+    def look(self) -> Iterator[News | Ended]:
+        for run, (gpu, checkout) in [*self.active.items()]:
+            over = not checkout.at_work()
+            for name, text in checkout.news(at_once=over):
+                yield News(run, name, text)
+            if over:
+                del self.active[run]
+                self.free.append(gpu)
+                yield Ended(run, *checkout.result())
+                checkout.scratch.cleanup()
+
+    def stop(self, run: Run) -> None:
+        self.active[run][1].stop()
+
+    def close(self) -> None:
+        self.queue.clear()
+        for run in self.active:
+            self.stop(run)
+        while self.active:
+            list(self.look())
+            time.sleep(LOOK)

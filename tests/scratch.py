@@ -1,0 +1,106 @@
+"""A clone that night works on in this process, and a pool whose runs end at once: nights without their processes."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+from night import proposals, records, rows, tune
+from night.commits import read_train
+from night.live import Board
+from night.pool import Ended, News, Run, Started
+from night.rows import Kind
+from night.wave import Trainer
+
+
+class StubPool:
+    """A run begins at one look and ends at the next, with what its train.py calls `result` with: val_bpb, and the score
+    on test. That file can ask for `seed` and `news`, a function that takes name and bytes of a file of the record.
+
+    user: what somebody does meanwhile, a step per look. trained: runs that were not stopped.
+    """
+
+    gpus = 1
+
+    def __init__(self, kind: Kind, folder: Path, slots: int = 2):
+        self.kind, self.log, self.slots, self.user = kind, folder / "row.tsv", slots, iter(())
+        self.queue, self.active, self.trained, self.tokens_M = [], {}, [], 1.5
+
+    def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
+        self.queue.append((run, record))
+
+    def events(self) -> Iterator[Started | News | Ended]:
+        next(self.user, None)
+        for run, text in [*self.active.items()]:
+            del self.active[run]
+            self.trained += [run] * bool(text)
+            yield Ended(run, text, [], "no row")
+        while self.queue and len(self.active) < self.slots:
+            run, record = self.queue.pop(0)
+            yield Started(run, "cpu")
+            news = []
+            self.active[run] = self.train(run, record, lambda *args: news.append(args))  # noqa: B023
+            yield from (News(run, *args) for args in news)
+
+    def train(self, run: Run, record: dict, news) -> str:
+        """Its row."""
+        found = dict(val_bpb=0.0, reason="no row")
+
+        def result(val_bpb: float, test_bpb: float | None = None) -> None:
+            found.update(val_bpb=val_bpb, test_bpb=test_bpb if record["score_test"] else None, reason="")
+
+        try:
+            exec(read_train(run.commit), {"result": result, "seed": run.seed, "news": news})
+        except Exception as error:
+            found = dict(val_bpb=0.0, reason=type(error).__name__)
+        self.log.unlink(missing_ok=True)
+        where = dict(gpu=f"{self.kind.gpus[0]}{self.kind.setting}", dataset=self.kind.dataset)
+        harness.log_result(
+            **found, **where, memory_gb=1.0, tokens_M=self.tokens_M, commit="", description="", path=self.log
+        )
+        return self.log.read_text()
+
+    def stop(self, run: Run) -> None:
+        self.active[run] = ""
+
+    def close(self) -> None:
+        self.queue.clear()
+
+
+class Scratch:
+    """A clone on branch `night`, whose first commit has these files; the second one changes nothing."""
+
+    def __init__(self, folder: Path, monkeypatch, files: dict[str, str], setting: str = ""):
+        self.folder, self.kind = folder, Kind(["cpu"], setting, "d")
+        for module, name, value in (
+            (rows, "ROOT", folder),
+            (harness, "RESULTS", folder / "results.tsv"),
+            (harness, "handle_signals", lambda handler: None),
+            (records, "RUNS", folder / "runs"),
+            (tune, "RUNS", folder / "runs"),
+            (proposals, "PROPOSALS", folder / "runs" / "proposals"),
+        ):
+            monkeypatch.setattr(module, name, value)
+        for name in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
+            monkeypatch.setenv(f"GIT_{name}", "night@example.org")
+        for name, text in {".gitignore": "*.tsv*\nruns\n*.md\n*.png\n", **files}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        self.shell("git init -q -b night; git add -f .; git commit -q -m start")
+        self.shell("git commit -q --allow-empty -m base")
+        self.pool = StubPool(self.kind, folder.parent)
+
+    def shell(self, script: str) -> str:
+        env = harness.clean_environment()
+        return subprocess.check_output(["sh", "-ec", script], cwd=self.folder, env=env, text=True).strip()
+
+    def head(self) -> str:
+        return self.shell("git rev-parse --short=7 HEAD")
+
+    def trainer(self, args, kind: Kind | None = None) -> Trainer:
+        trainer = Trainer(args, self.pool, kind or self.kind)
+        trainer.board = Board()
+        return trainer
+
+    def rows(self) -> list[dict]:
+        return harness.read_results()

@@ -1,0 +1,129 @@
+"""The pool of this machine: small commands in checkouts, on GPUs that are not there."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from small_corpus import ROOT
+
+from night import checkout, pool
+from night.pool import Ended, Local, News, Run, Started
+
+EMPTY = subprocess.run(["tar", "-cT", "/dev/null"], capture_output=True, check=True).stdout
+
+
+@pytest.fixture
+def local(monkeypatch):
+    """Makes a pool of two GPUs, which take two runs each."""
+    monkeypatch.setattr(pool, "archive", lambda commit: EMPTY)
+    monkeypatch.setattr(pool, "our_files", dict)
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    local = Local(["3", "GPU-7"], 2, 60)
+    yield local
+    local.close()
+
+
+def submit(local: Local, *programs: str, per_gpu: int = 2) -> list[Run]:
+    runs = [Run(f"c{i}", "", 42) for i in range(len(programs))]
+    for run, program in zip(runs, programs, strict=True):
+        local.submit(run, ["-c", program], {}, per_gpu)
+    return runs
+
+
+def until(local: Local, kind: type, count: int) -> list:
+    """All events up to so many of a kind."""
+    found = []
+    while sum(isinstance(event, kind) for event in found) < count:
+        found += local.events()
+    return found
+
+
+def test_runs_are_spread_over_gpus_which_they_see_alone_and_the_next_one_begins_when_one_has_ended(local):
+    sees = "import os; print(*map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')))"
+    waits = f"{sees}; import time\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    submit(local, *[waits] * 5)
+    assert (local.gpus, local.slots) == (2, 4)
+    begun = [event.where.partition(" GPU ")[2] for event in until(local, Started, 4)]
+    assert Counter(begun[:2]) == Counter(begun[2:]) == {"3": 1, "GPU-7": 1} and not [*local.events()]
+    gpu, work = local.active[Run("c1", "", 42)]
+    (work.folder / "go").touch()
+    *_, ended, started = until(local, Started, 1)
+    assert isinstance(ended, Ended) and ended.run.commit == "c1" and ended.tail == [f"{gpu} 2"]
+    assert started.where.endswith(f" GPU {gpu}") and started.run.commit == "c4"
+
+
+def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_last_lines(local, monkeypatch):
+    monkeypatch.setattr(checkout, "NEWS", 0)
+    lines = "import os, time\nos.makedirs('runs/a'); file = open('runs/a/log.txt', 'w')\n"
+    lines += "for i in range(3): print(i, file=file, flush=True); time.sleep(0.1)\n"
+    lines += "open('results.tsv', 'a').write('a row')\nfor i in range(99): print('x' * 10**5)\n"
+    lines += "print('end', sorted(os.listdir()))"
+    (run,) = submit(local, lines)
+    *events, end = until(local, Ended, 1)
+    news = [event for event in events if isinstance(event, News)]
+    assert b"".join(event.text for event in news) == b"0\n1\n2\n" and len(news) > 1
+    assert {(event.run, event.name) for event in news} == {(run, "log.txt")}
+    assert end.rows == "a row" and len("".join(end.tail)) <= checkout.LOG_END
+    assert end.tail[-1] == "end ['night-owner', 'results.tsv', 'runs']" and not local.active
+
+
+def test_a_run_that_is_stopped_ends_though_it_ignores_sigterm_and_its_folder_is_gone(local, monkeypatch):
+    monkeypatch.setattr(checkout, "PATIENCE", 0.2)
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    (run,) = submit(local, ignores)
+    until(local, Started, 1)
+    _, work = local.active[run]
+    while not work.output:
+        time.sleep(0.01)
+    local.stop(run)
+    until(local, Ended, 1)
+    assert work.process.returncode == -signal.SIGKILL and not work.folder.exists()
+
+
+def test_a_run_that_nobody_can_end_gives_its_slot_back_after_its_time(local, monkeypatch):
+    """As it waits for a dead disk: SIGKILL is without effect."""
+    now = itertools.count(0, 50)
+    monkeypatch.setattr(checkout.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: sent.append(number))
+    sent = []
+    submit(local, "import time; time.sleep(60)")
+    *_, end = until(local, Ended, 1)
+    assert sent == [signal.SIGTERM, signal.SIGKILL] and (end.rows, end.reason) == ("", "does not end")
+    assert len(local.free) == local.slots
+
+
+def test_a_full_disk_costs_a_run_and_git_that_fails_none(local, monkeypatch):
+    (run,) = submit(local, "1")
+    monkeypatch.setattr(local, "archive", lambda commit: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        [*local.events()]
+    monkeypatch.setattr(local, "archive", lambda commit: b"no tar")
+    assert [*local.events()] == [Ended(run, "", [], "CalledProcessError")] and len(local.free) == local.slots
+
+
+def test_a_guard_does_not_wait_for_what_it_cannot_kill(tmp_path, monkeypatch):
+    """In a process of its own, where signals reach nobody."""
+    code = f"""
+import os, subprocess, sys, time
+from night import run
+run.PATIENCE = 0.2
+subprocess.Popen.send_signal, os.kill = lambda *_: None, lambda *_: None
+print(*map(int, run.guard(["sleep", "9"], 0.3, os.getppid(), {str(tmp_path / "log")!r})[:2]), flush=True)
+os._exit(0)
+"""
+    begin = time.monotonic()
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert output.stdout == "-9 14\n", output
+    assert time.monotonic() - begin < 8
+
+
+def test_a_run_whose_pool_has_ended_before_it_began_ends_at_once(tmp_path):
+    env = os.environ | {"AUTORESEARCH_RUN": '{"parent": 1}'}
+    ended = subprocess.run([sys.executable, "-m", "night", "run"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ended.returncode == 1 and not ended.stdout + ended.stderr
