@@ -1,5 +1,5 @@
 """
-A model of a GPU that is not at hand: what an optimizer step takes there, where the time goes, and the tokens of 300 s.
+A performance model of GPUs that we do not have: the time of an optimizer step, where it goes, and the tokens in 300 s.
 
     python tests/bench/bench_gpu.py                               # a table: each GPU that harness knows by name
     python tests/bench/bench_gpu.py T4                            # the published port, then the size that a T4 gets
@@ -14,9 +14,9 @@ A model of a GPU that is not at hand: what an optimizer step takes there, where 
 
 and LAUNCH. The rates are figures of single kernels, by datasheet, published or measured; only ATOMICS comes from whole
 steps, the difference of two. Whole runs check them (test_bench_gpu.py): on an H200 two of ours and autoresearch's
-shape, and on a T4 autoresearch PR 268, here `PORT`, whose 63.4 k tokens a second are 60.8 k without its 11 untimed
-steps. The T4's start is a rough guess: the port's, those steps and its evaluation of 21 M tokens come to 194 s, where
-239 were published. What the model leaves out: a host that cannot keep up, power caps but for T4 and L4, the loader,
+shape, and on a T4 autoresearch PR 268, here `PORT`, whose 63.4 k tokens per second are 60.8 k without its 11
+untimed steps. The T4's start is a rough guess: the port's start, those steps and its evaluation of 21 M tokens come to
+194 s, but 239 s were published. The model leaves out slow hosts, power caps (except those of T4 and L4), the loader and
 other work on the GPU.
 """
 

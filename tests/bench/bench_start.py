@@ -1,8 +1,8 @@
 """
-Where a start goes, from `python train.py` until the clock starts: samples of what its threads do.
+Where the time of a start goes, from `python train.py` until the clock starts: samples of what its threads do.
 
-    python tests/bench/bench_start.py [options of train.py]    # PyTorch's and Triton's caches are cold
-    python tests/bench/bench_start.py --warm [options]         # they are what the last run has left
+    python tests/bench/bench_start.py [options of train.py]    # with cold caches of PyTorch and Triton
+    python tests/bench/bench_start.py --warm [options]         # with the caches of the last run
 
 Prints the seconds of each phase, and of each kind of work in it, after a run of one step that is not logged.
 """

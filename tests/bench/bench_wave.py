@@ -1,5 +1,5 @@
 """
-Do runs side by side measure what a run alone measures? And how many experiments an hour are that?
+Do runs side by side measure what a run alone measures? And how many experiments per hour is that?
 
     python tests/bench/bench_wave.py                    # a run alone, twice, then one on each GPU: 18 minutes
     python tests/bench/bench_wave.py --seconds 60       # the same, shorter

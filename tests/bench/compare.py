@@ -8,9 +8,9 @@ Compares train.py with other projects: the same shuffled text, the same validati
 checkout: it keeps its data loader and its own prepare.py, which gets our tokenizer, NEW's train shards and the budget.
 A peer without that interface calls `score` with a function that returns nats.
 
-windows: the validation text cut anywhere, as our val_bpb. rows: each of 2048 targets begins with a document (best-fit
-packing; what does not fit is cropped), as autoresearch is scored. Each metric favours whoever trains on such inputs.
-A run that would read a document again ends with an error: loaders that crop use up the text sooner (9% of it).
+windows: the validation text cut anywhere, as for our val_bpb. rows: 2048 targets each, the first of a document (packed
+best-fit; what does not fit is cropped), as autoresearch is scored. Each metric favours whoever trains on such inputs.
+A run that would read a document twice ends with an error. Loaders that crop documents use up the text 9% sooner.
 """
 
 import argparse
@@ -35,6 +35,7 @@ sys.path.append({tests!r})
 import compare, prepare
 compare.install(prepare, {saved!r})
 import harness, train
+harness.experiment.evaluate_bpb = prepare.evaluate_bpb
 {recipe}
 harness.run(train.train, train.build_model)
 """

@@ -5,12 +5,13 @@ The GPU kernels that PyTorch code launches, with the FLOPs and bytes of each, re
         ...  # build and run on device="meta"
     recorder.kernels
 
-What is inside torch.compile is counted from the graphs that AOTAutograd and its min-cut partitioner hand to Inductor,
-the rest op by op. In a graph GEMMs, attention, scatters and custom ops are kernels by themselves, as in Inductor. Of
-the other ops those have a buffer that reduce, that such a kernel or the graph's caller reads, or that read more than
-four buffers for several readers; the rest is recomputed by its readers. Buffers of one stage over equally many elements
-are one kernel; a stage ends with a kernel by itself and with a reduction of more than rows. For a block compiled by
-itself that made within 1% of the bytes that Inductor plans on a CPU (forward 11% less, backward 10% more).
+Compiled code is counted from the graphs that AOTAutograd and its min-cut partitioner hand to Inductor, all other code
+op by op. In a graph, GEMMs, attention, scatters and custom ops are separate kernels, as in Inductor. Any other op
+writes a buffer only if it is a reduction, if a separate kernel or the graph's caller reads its result, or if it reads
+more than four buffers and has several readers; otherwise its readers recompute it. Buffers of one stage with equally
+many elements are written by one kernel. A stage ends with a separate kernel, or with a reduction over more than rows.
+For a block compiled alone, this is within 1% of the bytes that Inductor plans on a CPU (forward 11% less, backward
+10% more).
 """
 
 import functools
