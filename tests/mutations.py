@@ -43,7 +43,6 @@ SECTIONS = [
         ("        if digest not in seen:\n", "        if True:\n"),
         ("        if name != TEST:\n", "        if True:\n"),
         ("if batch[2] > 1:", "if batch[2] > 2:"),
-        ("row += buffer.pop(best)[:room].tolist()", "row += buffer[best][:room].tolist()"),
         ('y.new_full((missing, seq_len), -1)', 'y.new_full((missing, seq_len), 300)'),
         ("constant_values=-1", "constant_values=300"),
         ("random.Random(seed).shuffle(documents)", "random.Random(7).shuffle(documents)"),

@@ -152,6 +152,7 @@ def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, 
         assert "read a document twice" in log.read_text()
 
 
+@pytest.mark.slow
 def test_train_py_is_run_and_scored_by_both(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(corpus[1]))
     tokenizer = prepare.Tokenizer.from_directory()
