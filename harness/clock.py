@@ -31,8 +31,8 @@ class Clock:
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
         self._pending = None  # the last step, whose loss is unread
-        self._losses = []  # since the last printed line
-        self._line = -1  # how many 1/200 of the budget had passed then
+        self._losses = []  # those since the last printed line
+        self._line = -1  # last progress tick printed (of 200)
 
     def start(self) -> None:
         gc.collect()

@@ -15,11 +15,11 @@ from pathlib import Path
 
 SCRATCH = "t4-night-"  # prefix of temporary folders
 OWNER = "night-owner"  # file in them: the process id of the owner, for `clean`
-LOG_END = 2**15  # bytes at the end of a run's output to take its last lines from
-NEWS = 3  # seconds between two looks at a run's record
-LOOK = 0.05  # seconds between two looks whether it has ended
+LOG_END = 2**15  # bytes of a run's output that are kept, to show its last lines
+NEWS = 3  # seconds between two reads of a run's record
+LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
-PATIENCE = 30  # seconds for it to end after a signal, its own patience with train.py included
+PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
 
 
 class Checkout:
@@ -63,12 +63,12 @@ class Checkout:
                     yield path.name, text
 
     def stop(self) -> None:
-        """Asks it to end."""
+        """Lets `at_work` end it."""
         self.until = 0.0
 
     def at_work(self) -> bool:
-        """Whether it or anything that it has started runs. Ends what should have ended by now; what survives SIGKILL,
-        as it waits for a dead disk, say, is left alone."""
+        """Whether the command or anything that it started still runs. After its time limit, or `stop`, it gets SIGTERM,
+        then SIGKILL. What survives this, waiting for a dead disk, say, is left alone."""
         if self.process.poll() is not None:
             if not self.reader.is_alive():
                 return False

@@ -20,7 +20,7 @@ class Board:
 
     def __enter__(self):
         if sys.stdout.isatty():
-            with suppress(ImportError):  # without rich, as elsewhere
+            with suppress(ImportError):  # without rich, print lines
                 from rich.live import Live
 
                 self.live = Live(auto_refresh=False).__enter__()
@@ -69,7 +69,7 @@ def line(folder: Path) -> str:
 def watch(_=None) -> None:
     """Shows this clone's active runs until there is none, and no wave that may start more."""
     with Board() as board:
-        board.shown = 0.0  # at once
+        board.shown = 0.0  # show the first lines at once
         while (records := running()) or wave_at_work():
             if records:
                 board.update(records)

@@ -51,7 +51,7 @@ class Ended:
 
 
 def our_files() -> dict[str, bytes]:
-    """What a checkout gets beside the files of its commit: today's night/, and the name of this clone's dataset."""
+    """Files that replace those of a commit: today's night/, and the name of this clone's dataset."""
     files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
     return files | {".dataset": prepare.current_dataset().name.encode()}
 
@@ -96,7 +96,7 @@ class Local:
             yield Started(run, os.uname().nodename + f" GPU {gpu}" * bool(gpu))
 
     def environment(self, gpu: str, per_gpu: int) -> dict[str, str]:
-        """Of a run. With all cores that it may use, it takes PyTorch's own number of threads."""
+        """The environment of a run. If it may use all cores, PyTorch chooses the number of threads."""
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // (self.gpus * per_gpu))
         env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit

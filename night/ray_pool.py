@@ -17,7 +17,7 @@ from night.pool import Ended, News, Run, Started, our_files
 from prepare import PrepareError
 
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
-ANSWER = 30  # seconds for a cluster to answer, of which a slow disk takes some to load Ray
+ANSWER = 30  # seconds for a cluster to answer, including loading Ray from a slow disk
 EVENTS = {"started": Started, "news": News, "ended": Ended}
 
 
@@ -38,7 +38,7 @@ class RayPool:
     """The nodes of a cluster that have the dataset, with a slot per GPU, times `per_gpu`."""
 
     def __init__(self, address: str, dataset: str, per_gpu: int, limit: float):
-        os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, what is killed for its memory starts again
+        os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
         import ray
 
         check_cluster(address)
@@ -54,7 +54,7 @@ class RayPool:
         self.files = ray.put(our_files())
         nodes = with_dataset([node for node in ray.nodes() if device in node["Resources"]], dataset, self.files)
         cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
-        self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # of a run that has a GPU to itself
+        self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
         self.gpus = int(sum(node["Resources"].get("GPU", 1) for node in nodes))
         self.slots = self.gpus * per_gpu
         self.task = ray.remote(
@@ -80,7 +80,7 @@ class RayPool:
                 self.forget(stream)
             yield event
         for stream, run in [*self.streams.items()]:
-            since = self.started.get(stream, self.latest)  # it waits for others, which are heard of
+            since = self.started.get(stream, self.latest)  # not started: since any run's last event
             if time.monotonic() - since > self.limit + GRACE + 3 * PATIENCE:
                 self.ray.cancel(stream, force=True)
                 self.forget(stream)
