@@ -326,7 +326,18 @@ def test_a_refused_requantize_writes_nothing(device):
     assert all(torch.equal(layer.state_dict()[name], before[name]) for name in ("packed", "absmax"))
 
 
-# ---- memory, on a GPU ----
+# ---- on a GPU: large offsets, memory ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [2**24, 2**25 - 1])  # 2^30 weights; bitsandbytes' most, with a partial last program
+def test_the_last_of_two_billion_weights_are_those_of_a_small_tensor(blocks, device):
+    w, ends = torch.zeros(blocks, 64, dtype=torch.bfloat16, device=device), torch.randn(6, 64, device=device).bfloat16()
+    w[:3], w[-3:] = ends.chunk(2)
+    stored = quantize_4bit(w)
+    w = dequantize_4bit(*stored, w.shape, w.dtype)
+    assert torch.equal(torch.cat([w[:3], w[-3:]]), dequantize_4bit(*quantize_4bit(ends), ends.shape, w.dtype))
+    assert not w[3:-3].any()
 
 
 @pytest.mark.gpu

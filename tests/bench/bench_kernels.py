@@ -167,10 +167,30 @@ def bench_linear(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     name = f"ours, weight in {str(x.dtype).removeprefix('torch.')}"
     report(f"{name:28}{contend(lambda: ours, x, half, targets, expected, floor)}")
     x.grad = weight.grad = None
+    report(f"{'logits GEMM + row kernel: ours, logits in fp32':46}{fp32_logits(x, weight, targets)}")
     with torch.no_grad():
         ms, extra = time_ms(lambda: ours(x, weight, targets)), peak_mib(lambda: ours(x, weight, targets))
     report(f"{'forward only: its GEMM':28}{first:9.3f}")
     report(f"{'forward only: ours':28}{ms:9.3f}{ms / first:8.2f}{extra:10.0f}")
+
+
+@torch.no_grad()
+def fp32_logits(x: Tensor, weight: Tensor, targets: Tensor) -> str:
+    """Milliseconds of the first GEMM and the row kernel for all rows: logits in x's dtype, as is, then in fp32."""
+    rows, v = kernels._chunk_rows(len(x), len(weight), x.itemsize, x.device), len(weight)
+    w, losses, one = weight.to(x.dtype), x.new_empty(rows, dtype=torch.float32), torch.ones((), device=x.device)
+    half, full = x.new_empty(rows, v), x.new_empty(rows, v, dtype=torch.float32)
+    chunks = [slice(i, i + rows) for i in range(0, len(x) - rows + 1, rows)]
+
+    def ours(part):
+        torch.mm(x[part], w.T, out=half)
+        kernels._rows_triton(half, targets[part], losses, one.expand(rows), SOFTCAP, -1, half)
+
+    def exact(part):
+        torch.mm(x[part], w.T, torch.float32, out=full)
+        kernels._rows_triton(full, targets[part], losses, one.expand(rows), SOFTCAP, -1, half)
+
+    return "".join(f"{time_ms(lambda way=way: [way(part) for part in chunks]):9.3f}" for way in (ours, exact))
 
 
 def bench_logits(n: int = 65536, v: int = 8192) -> None:
