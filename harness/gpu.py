@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,21 +21,31 @@ class GPU(NamedTuple):
     has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
-# --gpu NAME: compute capability, multiprocessors, clock in MHz, GeForce or not, GiB of memory as the driver reports it
+# --gpu NAME: compute capability, multiprocessors, clock in MHz, share of the chip's rate, GiB of memory by the driver
 GPUS = {
-    "T4": ((7, 5), 40, 1590, False, 14.6), "V100": ((7, 0), 80, 1530, False, 15.8),
-    "L4": ((8, 9), 58, 2040, False, 22.0), "RTX3060": ((8, 6), 28, 1777, True, 11.8),
-    "RTX3090": ((8, 6), 82, 1695, True, 23.7), "RTX4090": ((8, 9), 128, 2520, True, 23.6),
-    "A100": ((8, 0), 108, 1410, False, 39.5), "H100": ((9, 0), 132, 1980, False, 79.1),
-    "H200": ((9, 0), 132, 1980, False, 139.8), "B200": ((10, 0), 148, 1965, False, 178.4),
+    "T4": ((7, 5), 40, 1590, 1, 14.6), "V100": ((7, 0), 80, 1530, 1, 15.8),
+    "L4": ((8, 9), 58, 2040, 1, 22.0), "RTX3060": ((8, 6), 28, 1777, 1 / 2, 11.8),
+    "RTX3090": ((8, 6), 82, 1695, 1 / 2, 23.7), "RTX4090": ((8, 9), 128, 2520, 1 / 2, 23.6),
+    "A100": ((8, 0), 108, 1410, 1, 39.5), "H100": ((9, 0), 132, 1980, 1, 79.1),
+    "H200": ((9, 0), 132, 1980, 1, 139.8), "B200": ((10, 0), 148, 1965, 1, 178.4),
 }  # fmt: skip
-# Dense FLOP per clock and multiprocessor with fp32 accumulation; 1024 for all others. Hopper and B200 datasheets assume
-# less than the maximum clock: their FLOP/s / (multiprocessors * maximum clock).
-FLOPS = {(8, 0): 2048, (9, 0): 3786, (10, 0): 7737}
+# Dense FLOP per clock and multiprocessor with fp32 accumulation. Hopper and B200 datasheets assume less than the
+# maximum clock: their FLOP/s / (multiprocessors * maximum clock). B300 as B200; 8.7 is Orin, 11.0 Thor, 12.1 GB10.
+FLOPS = {
+    (7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 7): 2048, (8, 9): 1024, (9, 0): 3786, (10, 0): 7737,
+    (10, 3): 7737, (11, 0): 8192, (12, 0): 1024, (12, 1): 1024,
+}  # fmt: skip
+SLOWED = {"GeForce": 1 / 2, "L40": 1 / 2, "H20": 0.253}  # share of the chip's rate, by name
+MHZ = 1500  # of a GPU that does not report its clock
 
 
-def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, geforce: bool) -> float:
-    return FLOPS.get(capability, 1024) * multiprocessors * mhz * 1e6 / (1 + geforce)  # GeForce: half rate
+def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, share: float = 1) -> float:
+    return FLOPS[kin(capability)] * multiprocessors * (mhz or MHZ) * 1e6 * share
+
+
+def kin(capability: tuple[int, int]) -> tuple[int, int]:
+    """The newest capability in FLOPS that is not newer."""
+    return max((known for known in FLOPS if known <= capability), default=min(FLOPS))
 
 
 def named_gpu(name: str) -> GPU:
@@ -54,7 +66,8 @@ def this_gpu() -> GPU:
         return named_gpu("cpu")
     p = torch.cuda.get_device_properties()
     capability = p.major, p.minor
-    peak = peak_flops(capability, p.multi_processor_count, p.clock_rate / 1000, "GeForce" in p.name)
+    share = next((share for name, share in SLOWED.items() if name in p.name.replace("-", " ").split()), 1)
+    peak = peak_flops(capability, p.multi_processor_count, p.clock_rate / 1000, share)
     return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
 
 
@@ -75,9 +88,23 @@ def pick_gpu(name: str | None = None) -> tuple:
     if torch.version.hip and torch.cuda.is_available() and name != "cpu":
         raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
     gpu = imitate(name)
+    if gpu.capability:
+        check_kernels()
+        if name is None and (line := doubt(torch.cuda.get_device_properties())):
+            print(line)
     if gpu.capability == (9, 0) and not gpu.has_fa3:
         print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
     return torch.device("cuda" if gpu.capability else "cpu"), gpu
+
+
+def doubt(properties) -> str:
+    """What the size rests on, if the tables do not know this GPU."""
+    capability, mhz = (properties.major, properties.minor), properties.clock_rate / 1000
+    if capability in FLOPS and mhz:
+        return ""
+    guess = "compute capability {}.{}".format(*kin(capability)) + f", {mhz or MHZ:.0f} MHz"
+    here = f"{properties.name} (compute capability {capability[0]}.{capability[1]}, {mhz:.0f} MHz)"
+    return f"Unknown GPU {here}, taken for {guess}, {this_gpu().peak_flops / 1e12:.0f} TFLOP/s: --gpu NAME overrides"
 
 
 def gpu_name(setting: str = "") -> str:
@@ -90,6 +117,22 @@ def gpu_name(setting: str = "") -> str:
     other = re.match(r" as (\w+)", setting)
     gpu = imitate(other and other[1])
     return torch.cuda.get_device_name() + ", without FA3" * (gpu.capability == (9, 0) and not gpu.has_fa3)
+
+
+def check_kernels() -> None:
+    """Whether this PyTorch has kernels for this GPU, and Triton can compile its own. Raises PrepareError."""
+    import torch
+
+    here = torch.cuda.get_device_capability()
+    built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    built = [(kind, divmod(int(number), 10)) for kind, number in built]
+    if built and not any(a <= here and (kind == "compute" or a[0] == here[0]) for kind, a in built):
+        # Volta's are in wheels for CUDA 12.6 alone
+        get = "--index-url https://download.pytorch.org/whl/cu126" if here < (7, 5) else "(the newest)"
+        fix = f"pip install --force-reinstall torch {get}, or use --gpu cpu"
+        raise PrepareError(f"PyTorch {torch.__version__} has no kernels for compute capability {here}: {fix}")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise PrepareError("Triton needs a C compiler on a GPU: install gcc, or set CC")
 
 
 def fa3_installed() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import getpass
 import itertools
+import os
 from collections.abc import Callable
 
 from harness.clock import synchronize
@@ -52,6 +54,10 @@ def start_compiler() -> None:
     them: 3% of a step (both measured). AOTAutograd does not cache graphs with custom autograd functions. And Dynamo
     gives up after eight shapes, more of which Muon meets if layers differ in width.
     """
+    try:
+        getpass.getuser()  # Inductor names its cache folder after the user; torch 2.11 needs a name
+    except (KeyError, OSError):  # a container's uid without an entry in /etc/passwd
+        os.environ.setdefault("USER", str(os.getuid()))
     from torch._dynamo import config as dynamo
     from torch._functorch import config as aot_autograd
     from torch._inductor import config

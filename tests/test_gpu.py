@@ -1,6 +1,10 @@
 """Claims about harness.pick_gpu: what an experiment gets to know of the GPU."""
 
+import getpass
+import os
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,18 +20,39 @@ from torch._inductor.virtualized import V
 
 import harness
 import prepare
+import train
 
-DATASHEETS = {"T4": 65, "V100": 125, "L4": 121, "RTX3060": 25.5, "RTX3090": 71, "RTX4090": 165, "A100": 312}
-DATASHEETS |= {"H100": 989.5, "H200": 989.5, "B200": 2250}
+ROOT = Path(__file__).parent.parent
+
+# Driver's name, compute capability, multiprocessors, MHz, dense 16-bit TFLOP/s with fp32 accumulation by datasheet
+CHIPS = {
+    "T4": ("Tesla T4", (7, 5), 40, 1590, 65),
+    "V100": ("Tesla V100-SXM2-16GB", (7, 0), 80, 1530, 125),
+    "L4": ("NVIDIA L4", (8, 9), 58, 2040, 121),
+    "A10": ("NVIDIA A10", (8, 6), 72, 1695, 125),
+    "A40": ("NVIDIA A40", (8, 6), 84, 1740, 149.7),
+    "L40": ("NVIDIA L40", (8, 9), 142, 2490, 181),
+    "L40S": ("NVIDIA L40S", (8, 9), 142, 2520, 362),
+    "RTX 3060": ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1777, 25.5),
+    "RTX 3090": ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, 71),
+    "RTX 4090": ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, 165),
+    "RTX 5080": ("NVIDIA GeForce RTX 5080", (12, 0), 84, 2617, 112.6),
+    "RTX 5090": ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2407, 209.5),
+    "RTX PRO 6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 2597, 500),
+    "A30": ("NVIDIA A30", (8, 0), 56, 1440, 165),
+    "A100": ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1410, 312),
+    "H20": ("NVIDIA H20", (9, 0), 78, 1980, 148),
+    "H100 PCIe": ("NVIDIA H100 PCIe", (9, 0), 114, 1755, 756),
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980, 989.5),
+    "H200": ("NVIDIA H200", (9, 0), 132, 1980, 989.5),
+    "B200": ("NVIDIA B200", (10, 0), 148, 1965, 2250),
+    "B300": ("NVIDIA B300 SXM6 AC", (10, 3), 148, 1965, 2250),  # its clock is a guess
+    "Orin": ("Orin", (8, 7), 16, 1300, 42.5),
+    "Thor": ("NVIDIA Thor", (11, 0), 20, 1575, 259),
+}
 
 
-@pytest.mark.parametrize("name", harness.GPUS)
-def test_peak_flops_are_the_datasheets_dense_tflops(name):
-    assert harness.named_gpu(name).peak_flops == pytest.approx(DATASHEETS[name] * 1e12, rel=0.01)
-
-
-def test_gpus_of_one_capability_differ_by_multiprocessors_and_by_being_a_geforce():
-    assert harness.peak_flops((8, 6), 84, 1740, False) == pytest.approx(149.7e12, rel=0.01)  # an A40
+FLASH = "def flash_attn_func(): pass"
 
 
 @pytest.fixture
@@ -41,6 +66,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(**properties))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75", "sm_80", "sm_90", "compute_90"])
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
@@ -51,6 +77,78 @@ def machine(monkeypatch, tmp_path):
     return put
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_peak_flops_are_the_datasheets_and_no_line_doubts_them(chip, machine, capsys):
+    *properties, tflops = CHIPS[chip]
+    machine(*properties, fa3=FLASH)
+    assert harness.pick_gpu()[1].peak_flops == pytest.approx(tflops * 1e12, rel=0.015)
+    assert capsys.readouterr().out == ""
+    if chip.replace(" ", "") in harness.GPUS:
+        named = harness.named_gpu(chip.replace(" ", ""))
+        assert (named.capability, named.peak_flops) == (properties[1], harness.this_gpu().peak_flops)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gpus.md"])
+def test_each_gpu_in_the_tables_gets_the_row_it_is_in(page, machine):
+    """Layers, width and experts of `--gpu`'s GPUs, and of others as their driver reports them."""
+    table = re.search(r"^\| GPU \| numerics.*?\n\n", (ROOT / page).read_text(), re.M | re.S)[0].strip()
+    found = set()
+    for line in table.splitlines()[2:]:
+        gpus, size = line.split("|")[1], line.split("|")[3]
+        depth, width, experts = re.fullmatch(r" (\d+) x (\d+)(?:, (?:\d of )?(\d+) experts)? ", size).groups(0)
+        for chip in re.sub(r"\(.*?\)", "", gpus).split(","):
+            if chip.strip() not in ("none", "no GPU"):
+                machine(*CHIPS[chip.strip()][:-1], memory=10**12)
+                config = train.pick_size(harness.this_gpu())
+                found.add(chip.strip())
+                assert (config.depth, config.n_embd, config.num_experts) == (int(depth), int(width), int(experts)), chip
+    assert {name.replace("RTX", "RTX ") for name in harness.GPUS} <= found, "--gpu names more"
+
+
+def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_one(machine, capsys):
+    machine("NVIDIA B400", (10, 7), 200, 2000)
+    assert harness.pick_gpu()[1].peak_flops == harness.peak_flops((10, 3), 200, 2000)
+    assert "Unknown GPU NVIDIA B400 (compute capability 10.7, 2000 MHz), taken for " in (out := capsys.readouterr().out)
+    assert "compute capability 10.3, 2000 MHz, 3095 TFLOP/s: --gpu NAME overrides" in out
+    machine("Tesla T4", (7, 5), 40, 0)
+    assert harness.pick_gpu()[1].peak_flops == pytest.approx(61e12, rel=0.01)
+    assert "taken for compute capability 7.5, 1500 MHz, 61 TFLOP/s" in capsys.readouterr().out
+    harness.pick_gpu("T4")
+    assert capsys.readouterr().out == "", "one that is named is known"
+    machine("Tesla P100", (6, 0), 56, 1480)
+    assert harness.this_gpu().peak_flops > 0  # train.py refuses it
+
+
+@pytest.mark.parametrize(
+    "capability, fix", [((7, 0), "whl/cu126"), ((8, 6), None), ((12, 0), None), ((6, 1), "whl/cu126")]
+)
+def test_a_gpu_that_this_pytorch_has_no_kernels_for_is_refused_with_the_index_that_has_them(
+    capability, fix, machine, monkeypatch
+):
+    machine("some GPU", capability, 80, 1500)
+    cuda13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: cuda13)
+    if fix:
+        with pytest.raises(prepare.PrepareError, match=f"no kernels for compute capability .*{fix}"):
+            harness.pick_gpu()
+        assert harness.pick_gpu("cpu")[0].type == "cpu"
+    else:
+        harness.pick_gpu()
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+        with pytest.raises(prepare.PrepareError, match="the newest"):
+            harness.pick_gpu()
+
+
+def test_without_a_c_compiler_the_run_ends_in_a_line(machine, monkeypatch):
+    machine("Tesla T4", (7, 5), 40, 1590)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(prepare.PrepareError, match="needs a C compiler on a GPU: install gcc, or set CC"):
+        harness.pick_gpu()
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    harness.pick_gpu()
+
+
 def test_the_gpu_that_is_there_is_found(machine):
     machine("Tesla T4", (7, 5), 40, 1590)
     device, gpu = harness.pick_gpu()
@@ -58,11 +156,7 @@ def test_the_gpu_that_is_there_is_found(machine):
     assert (gpu.capability, gpu.memory, gpu.has_fa3) == ((7, 5), 16 * 10**9, False)
     machine("NVIDIA GeForce RTX 3090", (8, 6), 82, 1695)
     assert harness.pick_gpu()[1].peak_flops == pytest.approx(71e12, rel=0.01)
-    machine("NVIDIA Rubin", (11, 0), 200, 2000)  # of which we know nothing
-    assert harness.pick_gpu()[1].peak_flops > 400e12 and harness.gpu_name() == "NVIDIA Rubin"
-
-
-FLASH = "def flash_attn_func(): pass"
+    assert harness.gpu_name() == "NVIDIA GeForce RTX 3090"
 
 
 @pytest.mark.parametrize("fa3", [FLASH, ""], ids=["FA3", "no FA3"])
@@ -109,6 +203,20 @@ def test_an_amd_gpu_is_refused_with_what_runs(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
     with pytest.raises(prepare.PrepareError, match="use --gpu cpu"):
         harness.pick_gpu()
+
+
+def test_inductors_cache_folder_needs_no_entry_in_etc_passwd(monkeypatch):
+    """Older torch raises KeyError there."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    pwd = SimpleNamespace(getpwuid=lambda uid: {}[uid])
+    monkeypatch.setitem(sys.modules, "pwd", pwd)
+    with pytest.raises((KeyError, OSError)):
+        getpass.getuser()
+    monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: 1 / 0)  # no more of it
+    with pytest.raises(ZeroDivisionError):
+        harness.start_compiler()
+    assert getpass.getuser() == str(os.getuid())
 
 
 def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
