@@ -1,163 +1,30 @@
 """The control arm: Optuna tunes train.py's constants. Each trial is a commit with a row, like an agent's idea."""
 
 import argparse
-import ast
 import functools
-import math
-import re
 import statistics
 import subprocess
 import sys
 import textwrap
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable
 
 import harness
 from harness import Description
 from night.commits import commit_train, read_train
+from night.knobs import SIZES, Knob, edit, read_knobs
 from night.records import RUNS, budget, curve
 from night.rows import ROOT, Kind, branch, kind_here, name_of, reference, revisions, seed_of
 from night.wave import Trainer, run_of, same_gpus, settled, start_pool, table
-from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "cmaes": "CmaEsSampler", "random": "RandomSampler"}
-SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
-# with --tokens none, as they change what a token costs
-RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
 SUBJECT = 120  # characters of a commit's subject
 PRUNE_AT = 0.2  # share of the budget at which --prune compares losses
 FIRST = 10  # trials that it lets go on for comparison
 PRUNED = f"pruned at {PRUNE_AT:.0%}"  # the reason in the row
 
 
-# ------------------------------------------------------------------------------------------------------------ the knobs
-class Knob(NamedTuple):
-    """A positive number in train.py, and where to search: in [low, high] or, for some integers, among `choices`."""
-
-    name: str
-    value: float
-    text: str
-    place: tuple[int, int, int]  # line, counted from 0; first byte, and the one after the last
-    low: float
-    high: float
-    log: bool  # whether to search on a log scale; not for fractions and ranges that reach 0
-    choices: tuple[int, ...]
-
-    def fit(self, x: float) -> float:
-        """The allowed value nearest to x: one of the choices, or x to three digits within [low, high]."""
-        if x == self.value:
-            return x
-        if self.choices:
-            return min(self.choices, key=lambda n: abs(n - x))
-        return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
-
-    def parameter(self) -> str:
-        """Its name in the study. Optuna allows one scale per name; that of a fraction changes if it becomes 1.0."""
-        return self.name if self.log else f"{self.name}, linear"
-
-    def literal(self, value: float) -> str:
-        """value in the notation of `text`: 2**17, 200_000."""
-        if "**" in self.text and math.log2(value).is_integer():
-            return f"2**{int(math.log2(value))}"
-        return f"{value:_}" if "_" in self.text else repr(value)
-
-    def __str__(self) -> str:
-        where = ", ".join(map(str, self.choices)) or f"{self.low:g} to {self.high:g}{', log scale' * self.log}"
-        return f"{self.name:24} {self.text:12} {where}"
-
-
-def read_knobs(
-    source: bytes, peak: float, names: Collection[str] = (), searched: Collection[str] = SIZES
-) -> list[Knob]:
-    """The top-level constants of a train.py, and those in `searched` of the sizes for `peak` FLOP/s; or only `names`.
-
-    Raises PrepareError for unknown names."""
-    nodes, fields, rows, sizes = {}, {}, [], {}
-    for node in ast.parse(source).body:
-        match node:
-            case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
-                pass
-            case ast.Assign([ast.Name(name)], value):
-                nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
-            case ast.ClassDef(name):
-                fields[name] = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]
-    for row in rows:
-        match row:
-            case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
-                sizes = dict(zip(fields.get(name, ()), args, strict=False))
-                sizes |= {word.arg: word.value for word in keywords}
-    lines = source.splitlines()
-    values = {name: number(node) for name, node in sizes.items()}
-    named = {name: (node, {}) for name, node in nodes.items() if node}
-    named |= {name: (node, values) for name, node in sizes.items()}
-    found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
-    wanted = names or [name for name in found if name in searched or name not in sizes]
-    if missing := [name for name in names if name not in found]:
-        raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
-    return [knob for name, knob in found.items() if name in wanted]
-
-
-def number(node: ast.expr) -> float | None:
-    """The value of a number or of arithmetic on numbers, such as 2**17; None for anything else."""
-    if all(isinstance(part, (ast.Constant, ast.BinOp, ast.operator)) for part in ast.walk(node)):
-        with suppress(ArithmeticError, TypeError, ValueError):
-            value = eval(ast.unparse(node))
-            return value if type(value) in (int, float) and math.isfinite(value) else None
-
-
-def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
-    """A knob, or None unless it is a positive number on one line. A comment `# [low, high]` sets a constant's range."""
-    value, line = number(node), lines[node.lineno - 1]
-    if not value or value < 0 or node.lineno != node.end_lineno:
-        return None
-    choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
-    fraction = value < 1 and not re.search(RATES, name)
-    room = 0.75 * min(value, 1 - value)
-    low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
-    if choices:
-        low, high = min(choices), max(choices)
-    pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
-    if pair and not sizes:
-        low, high = map(float, pair.groups())
-        if not low <= value <= high:
-            raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
-    first, end = node.col_offset, node.end_col_offset
-    choices = tuple(n for n in choices if low <= n <= high)
-    log = low > 0 and not fraction
-    return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
-
-
-def neighbours(name: str, value: int, sizes: dict) -> list[int]:
-    """The values to try for an integer below 16, a power of two, or a size, which must fit the others; else []."""
-    heads, head_dim, seq_len = (sizes.get(field) or 1 for field in ("full_heads", "head_dim", "seq_len"))
-    if name == "n_embd":
-        return [head_dim * n for n in range(max(heads, value // head_dim - 2), value // head_dim + 3)]
-    if value < 16:
-        return list(range(max(1, value - 2), value + 3))
-    around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
-    if name == "window":
-        return [n for n in around if seq_len % n == 0 or n == value]
-    if name == "total_batch_size":
-        return [n for n in around if n % seq_len == 0 or n == value]
-    return around
-
-
-def edit(source: bytes, values: dict[Knob, float]) -> bytes:
-    """train.py with other numbers. Keeps aligned columns aligned."""
-    lines = source.splitlines(keepends=True)
-    for knob in sorted(values, key=lambda knob: knob.place, reverse=True):
-        line, start, end = knob.place
-        text, rest = knob.literal(values[knob]).encode(), lines[line][end:]
-        longer = len(text) - (end - start)
-        rest = re.sub(rb" {2,}", lambda gap: b" " * max(2, len(gap[0]) - longer), rest, count=1)  # noqa: B023
-        lines[line] = lines[line][:start] + text + rest
-    return b"".join(lines)
-
-
-# ----------------------------------------------------------------------------------------------------------- the search
 def tune(args: argparse.Namespace) -> None:
     """Searches the constants of the reference's train.py, with a trial on each free GPU; prints the best ten."""
     # In a separate process, so that this one takes no GPU memory
@@ -194,7 +61,7 @@ class Tuner(Trainer):
         self.left = [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]  # by a killed tuner
         self.looked_at = set()  # runs that are past PRUNE_AT
         for trial in self.trials():  # those that ended before their reference
-            self.rivals[trial.get("base")] |= {trial.get("commit")} - {trial.get("base")}
+            self.rivals[trial.get("base")].add(trial.get("commit"))
 
     def values(self, commit: str) -> dict[str, float]:
         return {knob.parameter(): knob.value for knob in self.knobs_of(read_train(commit))}

@@ -153,7 +153,7 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         todo = [run for run in runs if run[:2] not in done]
         print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
-        self.rivals[base[0]] |= {run.commit for run in runs} - {base[0]}
+        self.rivals[base[0]] |= {run.commit for run in runs}
         for row in rows:
             self.judge_by(row)  # ideas of an interrupted wave that ended before their reference
         per_gpu = self.per_gpu(len(todo))
@@ -181,8 +181,7 @@ class Trainer:
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
         self.pool.submit(run, command, record, per_gpu or args.per_gpu)
         self.pending[run] = base
-        if run.commit != base[0]:
-            self.rivals[base[0]].add(run.commit)
+        self.rivals[base[0]].add(run.commit)
 
     def stop(self, run: Run, reason: str) -> None:
         """Ends a run, which gets a crash row with this reason."""

@@ -19,6 +19,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite on all cores, up to four; a file or a test in this process, which starts at once."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return min(4, len(os.sched_getaffinity(0))) if whole else 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none."""
     if not torch.cuda.is_available():

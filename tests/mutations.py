@@ -851,7 +851,6 @@ SECTIONS = [
         ("    elif run.commit == base[0]:\n", "    elif False:\n"),
         ("._replace(report=kind.report)", ""),
         ("to_beat=to_beat, test_bpb=test_bpb, reason", "to_beat=to_beat, reason"),
-        ("        if run.commit != base[0]:\n", "        if True:\n"),
         ("                self.judge_by(row)\n", ""),
         ("            self.judge_by(row)  # ideas of", "            pass  # ideas of"),
         ('return row["commit"] != base', "return True"),
@@ -868,8 +867,10 @@ SECTIONS = [
         ('if row["status"] != "crash" and bpb is not None', "if bpb is not None"),
         ("    if len(values) > 1:\n", "    if len(values) > 2:\n"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or asking or taskset"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or same_signal or asking or taskset or several_seeds"], [
+        ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
         ("                    end_record(folder, event.reason)\n", "                    pass\n"),
+        ("            if self.stopped:  # it may", "            if False:  # it may"),
         ("    if asked.returncode:", "    if False:"),
         ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
     ]),
@@ -884,11 +885,11 @@ SECTIONS = [
         ("checkout.news(at_once=over)", "checkout.news()"),
         ("                checkout.scratch.cleanup()\n", ""),
         ("subprocess.SubprocessError) as", "ValueError) as"),
+        ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
     ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
         ("        if cores < usable:\n", "        if True:\n"),
         ("str(min(32, cores))", "str(32)"),
-        ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
     ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
         ("        if os.getppid() != parent:  # it", "        if False:  # it"),
@@ -901,8 +902,10 @@ SECTIONS = [
         ("                file.seek(self.sent[path])\n", "                file.seek(0)\n"),
         ("            if not self.signals:\n", "            if False:\n"),
         ("self.signals.pop(0)", "self.signals[0]"),
-        (', "--exclude=results.tsv"', ""),
         ('"does not end" if self.process.poll() is None else "no row"', '"no row"'),
+    ]),
+    ("A checkout", "night/checkout.py", ["test_wave.py", "-k", "link"], [
+        (', "--exclude=results.tsv"', ""),
     ]),
     ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "address or answer"], [
         ('if address != "auto":', "if False:"),
@@ -924,11 +927,10 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
         ("            self.pool.close()\n", ""),
-        ("            if self.stopped:  # it may", "            if False:  # it may"),
         ("set() if self.args.again else {", "set() if True else {"),
         ("run[:2] not in done", "run not in done"),
     ]),
-    ("Tuning", "night/tune.py", ["test_tune.py", "-k", "knobs or edit or refused"], [
+    ("Tuning", "night/knobs.py", ["test_tune.py", "-k", "knobs or edit or refused"], [
         ("type(value) in (int, float)", "isinstance(value, (int, float, complex))"),
         (" and math.isfinite(value) else", " else"),
         ("if not value or value < 0 or", "if not value or"),
@@ -949,8 +951,10 @@ SECTIONS = [
         ("key=lambda n: abs(n - x)", "key=lambda n: n - x"),
         ('return f"{value:_}" if', 'return f"{value}" if'),
     ]),
-    ("Tuning", "night/tune.py", ["test_tune.py", "-k", "20 or with_an or equal"], [
+    ("Tuning", "night/knobs.py", ["test_tune.py", "-m", "not ray", "-k", "killed or with_an or equal"], [
         ("        if x == self.value:\n            return x\n", ""),
+    ]),
+    ("Tuning", "night/tune.py", ["test_tune.py", "-m", "not ray", "-k", "killed or with_an or equal"], [
         ("return self.left.pop(0)", "return None"),
         ("            return self.tell(trial, rows[-1])\n", "            pass\n"),
         ("        if run not in self.runs():\n", "        if True:\n"),
@@ -992,7 +996,7 @@ SECTIONS = [
         ("not (self.gains or self.gains.merging())", "not self.gains"),
         ("not (self.gains or self.gains.merging())", "not self.gains.merging()"),
     ]),
-    ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
+    ("The loop", "night/loop.py", ["test_loop.py", "-m", "not ray", "-k", "mended or report or stopped"], [
         ("[harness.SEED, 1, 2] if begins else", "[harness.SEED] if begins else"),
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
         ('row["status"] == "crash" or row["commit"] == base[0] for', "False for"),
@@ -1075,7 +1079,7 @@ SECTIONS = [
     ("What show says is best", "night/show.py", ["test_memory.py", "-k", "best_value"], [
         ("if kept or abs(change)", "if abs(change)"),
     ]),
-    ("The loop", "night/rows.py", ["test_loop.py", "-k", "mended"], [
+    ("The loop", "night/rows.py", ["test_loop.py", "-m", "not ray", "-k", "mended"], [
         ('rows()) if row["status"] != "crash"]\n        kept', 'rows())]\n        kept'),
     ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
@@ -1086,10 +1090,9 @@ SECTIONS = [
         ("if echo and size > LOG_BYTES else", "if size > LOG_BYTES else"),
         ("signal.setitimer(signal.ITIMER_REAL, limit)", "pass"),
     ]),
-    ("The report", "night/wave.py", ["test_report.py", "-k", "interrupted or without_a_test"], [
+    ("The report", "night/wave.py", ["test_report.py", "-m", "not ray", "-k", "interrupted or without_a_test"], [
         ("not kind.report or Description.parse(row).test_bpb is not None", "True"),
         ("score_test=self.kind.report", "score_test=False"),
-        ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
     ]),
     ("The report", "night/rows.py", ["test_report.py", "-k", "names or many_seeds or readable"], [
         ('if split == "val" else', "if split else"),

@@ -832,6 +832,7 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
     assert {*loop.verdicts().values()} == {proposals.ENDED}
 
 
+@pytest.mark.slow
 def test_a_reference_that_crashed_is_mended_by_a_commit_and_a_new_night_measures_its_noise(loop):
     loop.commit(broken="raise MemoryError")
     assert "night: the reference crashes: python -m night show" in loop.finish(

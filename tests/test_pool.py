@@ -29,17 +29,18 @@ def local(monkeypatch):
     local.close()
 
 
-def submit(local: Local, *programs: str, per_gpu: int = 2) -> list[Run]:
-    runs = [Run(f"c{i}", "", 42) for i in range(len(programs))]
+def submit(local: Local, *programs: str, first: int = 0) -> list[Run]:
+    runs = [Run(f"c{i}", "", 42) for i in range(first, first + len(programs))]
     for run, program in zip(runs, programs, strict=True):
-        local.submit(run, ["-c", program], {}, per_gpu)
+        local.submit(run, ["-c", program], {}, 2)
     return runs
 
 
 def until(local: Local, kind: type, count: int) -> list:
     """All events up to so many of a kind."""
-    found = []
+    found, end = [], time.time() + 20
     while sum(isinstance(event, kind) for event in found) < count:
+        assert time.time() < end, found
         found += local.events()
     return found
 
@@ -56,10 +57,17 @@ def test_runs_are_spread_over_gpus_which_they_see_alone_and_the_next_one_begins_
     *_, ended, started = until(local, Started, 1)
     assert isinstance(ended, Ended) and ended.run.commit == "c1" and ended.tail == [f"{gpu} 2"]
     assert started.where.endswith(f" GPU {gpu}") and started.run.commit == "c4"
+    places = {name: [work for place, work in local.active.values() if place == name] for name in ("3", "GPU-7")}
+    for work in (places["GPU-7"][0], *places["3"]):
+        (work.folder / "go").touch()
+        until(local, Ended, 1)
+    submit(local, sees, first=9)
+    assert until(local, Started, 1)[-1].where.endswith(" GPU 3"), "the emptier one"
 
 
-def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_last_lines(local, monkeypatch):
-    monkeypatch.setattr(checkout, "NEWS", 0)
+@pytest.mark.parametrize("pause", [0, 60])
+def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_last_lines(local, monkeypatch, pause):
+    monkeypatch.setattr(checkout, "NEWS", pause)
     lines = "import os, time\nos.makedirs('runs/a'); file = open('runs/a/log.txt', 'w')\n"
     lines += "for i in range(3): print(i, file=file, flush=True); time.sleep(0.1)\n"
     lines += "open('results.tsv', 'a').write('a row')\nfor i in range(99): print('x' * 10**5)\n"
@@ -67,7 +75,8 @@ def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_la
     (run,) = submit(local, lines)
     *events, end = until(local, Ended, 1)
     news = [event for event in events if isinstance(event, News)]
-    assert b"".join(event.text for event in news) == b"0\n1\n2\n" and len(news) > 1
+    assert b"".join(event.text for event in news) == b"0\n1\n2\n"
+    assert len(news) <= 2 if pause else len(news) > 1
     assert {(event.run, event.name) for event in news} == {(run, "log.txt")}
     assert end.rows == "a row" and len("".join(end.tail)) <= checkout.LOG_END
     assert end.tail[-1] == "end ['night-owner', 'results.tsv', 'runs']" and not local.active

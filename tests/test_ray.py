@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from small_corpus import ROOT
+from test_loop import EVERY, Loop
 from test_wave import SIX, Clone
 
 import prepare
@@ -17,7 +18,7 @@ from night import ray_pool
 from night.pool import Ended, Run
 from night.ray_pool import RayPool
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]  # one cluster at a time
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
 
@@ -151,6 +152,8 @@ def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluste
 
 @pytest.mark.parametrize("form", ["nobody", "no Ray", "no port", "ray", "port", "auto"])
 def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch, tmp_path, form):
+    if form == "auto" and any(prepare.read(path).startswith("raylet") for path in Path("/proc").glob("[0-9]*/comm")):
+        pytest.skip("a Ray cluster on this machine would answer")
     if form == "no Ray":
         monkeypatch.setattr(ray_pool, "ANSWER", 4)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks
@@ -170,6 +173,28 @@ def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch,
         ) as error:
             ray_pool.check_cluster(address)
     assert "\n" not in str(error.value) and time.monotonic() - begin < 20
+
+
+@pytest.mark.timeout(600)
+def test_on_a_cluster_too_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(
+    prepared, tmp_path, monkeypatch
+):
+    loop = Loop(tmp_path / "clone", prepared)
+    nodes = Cluster(loop, monkeypatch)
+    try:
+        nodes.add(), nodes.add()
+        address = f"--address={nodes.cluster.address}"
+        night = loop.loop(EVERY, args=["--runs=999", address])
+        while len(loop.rows()) < 6:
+            time.sleep(0.05)
+            assert night.poll() is None, night.stdout.read()
+        night.kill()
+        assert loop.all_gone(30, runs=True)
+        output = loop.finish(loop.loop(EVERY, args=["--runs=10", address]))
+        assert len(loop.verdicts()) >= 10 and re.search(r"^1\d runs: ", output, re.M), output
+    finally:
+        nodes.cluster.shutdown()
+        loop.kill_the_rest()
 
 
 def test_runs_that_a_cluster_does_not_answer_for_end_with_their_time(monkeypatch):

@@ -157,6 +157,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     assert morning.shell("git status --porcelain") == ""
 
 
+@pytest.mark.slow
 def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows_are_no_experiments(clone, monkeypatch):
     night = clone.simulate(gain=0.02)
     report = clone.report()
@@ -203,16 +204,15 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, cap
     assert "the gain's 95% confidence interval" in morning.written()
 
 
-def test_runs_without_a_test_score_are_repeated(clone, tmp_path):
-    """The cache has a relative path."""
+def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
     (old := tmp_path / "old").touch()
-    score = 'if harness.night_record()["score_test"]'
-    clone.stub = clone.stub.replace(score, f"{score} and not __import__('os').path.exists({str(old)!r})")
-    clone.simulate(gain=0.02, runs=50)
-    clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.env["AUTORESEARCH_CACHE"], clone.folder)
-    assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me"}
+    morning.stub = STUB.replace('bpb("test"))', f"None if __import__('os').path.exists({str(old)!r}) else bpb('test'))")
+    morning.simulate(gain=0.02, runs=50)
+    morning.report("--seeds=2")
+    assert numbers(capsys.readouterr().out).keys() == {"val, as", "val, me"}
     old.unlink()
-    assert numbers(clone.finish(clone.report("--seeds=2"))).keys() == {"val, as", "val, me", "test, me"}
+    morning.report("--seeds=2")
+    assert numbers(capsys.readouterr().out).keys() == {"val, as", "val, me", "test, me"}
 
 
 @pytest.mark.parametrize(

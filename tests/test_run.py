@@ -426,7 +426,9 @@ EDITS = {  # of train.py: old, new; the error and the lines, innermost first, th
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    "name", ["a name", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a shape", "sizes"))]
+)
 def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, name):
     old, new, (error, line, caller) = EDITS[name]
     clone.replace(old, new)
@@ -450,7 +452,14 @@ PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evalua
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, [*SIGNALS, signal.SIGINT], strict=True)])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        pytest.param("warm-up", signal.SIGINT, marks=pytest.mark.slow),
+        ("training", signal.SIGTERM),
+        pytest.param("evaluation", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number):
     """The run never leaves the phase, and is interrupted within half a second."""
     run = clone.start(edit=f"forever({PHASES[phase]})")

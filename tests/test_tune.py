@@ -16,11 +16,11 @@ import harness
 import night.plot
 from night import live, records, tune
 from night.__main__ import parse
+from night.knobs import edit, read_knobs
 from night.plot import plot
 from night.records import curve
 from night.report import best_of
 from night.rows import arms
-from night.tune import edit, read_knobs
 from prepare import PrepareError
 
 optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
@@ -157,14 +157,15 @@ def test_by_tokens_no_size_is_searched_as_it_may_make_a_token_dearer(monkeypatch
     assert names[0] - names[1] == {"depth", "n_embd", "window", "total_batch_size"} and "A_LR" in names[1]
 
 
+@pytest.mark.slow
 def test_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
     (clone.folder / "train.py").write_text("by hand")
-    clone.search("--runs=10", rows=4).kill()
+    clone.search("--runs=7", rows=3).kill()
     assert clone.all_gone(20, runs=True)
-    before, output = clone.rows(), clone.tune("--runs=10")
+    before, output = clone.rows(), clone.tune("--runs=7")
     rows, trials = clone.rows(), clone.trials()
     by_commit = {row["commit"]: row for row in rows}
-    assert len(trials) == 10 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
+    assert len(trials) == 7 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
     assert rows[: len(before)] == before and rows == [*by_commit.values()]
     assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2  # killed at work, and repeated
     base, (start, _) = trials[0].user_attrs["commit"], clone.train("HEAD")
@@ -178,7 +179,7 @@ def test_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
     best = min((row for row in rows if row["val_bpb"]), key=lambda row: row["val_bpb"])
     assert re.search(rf"vs reference.*\n{best['val_bpb']:.6f} .* keep +{best['commit']}  ", output)
     assert clone.run("git status --porcelain").split() == ["M", "train.py"]
-    assert clone.tune("--runs=10").startswith("10 of 10 trials so far, 0 of them")
+    assert clone.tune("--runs=7").startswith("7 of 7 trials so far, 0 of them")
 
 
 def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(quick, monkeypatch, capsys):

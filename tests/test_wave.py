@@ -204,6 +204,8 @@ def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_pa
 
 
 def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(clone):
+    """The cache has a relative path."""
+    clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.env["AUTORESEARCH_CACHE"], clone.folder)
     clone.commit(base="val_bpb = 1.3", idea="val_bpb = 1.2")
     clone.run("git checkout -q base")
     clone.finish(clone.wave("idea", *TWO_SLOTS))
@@ -239,6 +241,23 @@ def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(tmp_path, monke
     ((_, row),) = trainer.ended()
     assert row["status"] == "crash" and not trainer.records and not trainer.pending
     assert "OSError" in prepare.read(tmp_path / "summary.json") and "[OSError]" in prepare.read(harness.RESULTS)
+
+
+def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    run, closed = Run("abc1234", "idea", 42), []
+
+    def events():
+        trainer.stopped.append(True)
+        yield Ended(run, "", [], "no row")
+
+    trainer = Trainer(
+        None, SimpleNamespace(slots=1, events=events, close=lambda: closed.append(1)), Kind(["cpu"], "", "d")
+    )
+    trainer.board, trainer.pending = Board(1), {run: ("", "")}
+    with pytest.raises(SystemExit):
+        [*trainer.ended()]
+    assert closed and not harness.RESULTS.exists()
 
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
@@ -367,6 +386,7 @@ def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(clone, tmp_path)
     assert later.index(("base", "keep")) < later.index(("idea", "keep"))
 
 
+@pytest.mark.slow
 def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_data(clone, tmp_path):
     """Every row is on the clone's own data and compares with the reference of its kind, up to the report."""
     waves = (ROOT / "docs" / "waves.md").read_text("utf-8")
@@ -439,11 +459,12 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone, options, 
 @pytest.mark.timeout(3600)
 def test_200_runs_on_8_slots_leave_200_rows(clone):
     clone.commit(good=SIX["good"], crash="val_bpb = 1 / (args.seed % 10)")
-    seeds = ",".join(map(str, range(100)))
-    clone.finish(clone.wave("good", "crash", f"--seeds={seeds}", "--per-gpu=8", "--tokens=5"), timeout=3600)
+    seeds = ",".join(map(str, range(100, 200)))
+    output = clone.finish(clone.wave("good", "crash", f"--seeds={seeds}", "--per-gpu=8", "--tokens=5"), timeout=3600)
     scores = clone.scores()
     assert len(scores) == 200
-    assert sum(status == "crash" for status in scores.values()) == 10 and "crash, seed 70 [ZeroDivisionError]" in scores
+    crashed = {name for name, status in scores.items() if status == "crash"}
+    assert crashed == {f"crash, seed {seed} [ZeroDivisionError]" for seed in range(100, 200, 10)}, output
 
 
 @pytest.mark.parametrize(
