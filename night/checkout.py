@@ -56,7 +56,7 @@ class Checkout:
             return
         self.looked = time.monotonic()
         for path in self.folder.glob("runs/*/*.*"):
-            with suppress(FileNotFoundError), open(path, "rb") as file:
+            with suppress(OSError), open(path, "rb") as file:
                 file.seek(self.sent[path])
                 if text := file.read():
                     self.sent[path] += len(text)
@@ -83,6 +83,8 @@ class Checkout:
 
     def result(self) -> tuple[str, list[str], str]:
         """Its rows, the last lines of its output, and what to log if there is no row."""
-        rows = (self.folder / "results.tsv").read_text("utf-8", errors="replace")
+        rows = ""
+        with suppress(OSError):  # train.py may do anything to it
+            rows = (self.folder / "results.tsv").read_text("utf-8", errors="replace")
         reason = "does not end" if self.process.poll() is None else "no row"
         return rows, self.output.decode(errors="replace").splitlines()[-12:], reason

@@ -82,6 +82,12 @@ def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_la
     assert end.tail[-1] == "end ['night-owner', 'results.tsv', 'runs']" and not local.active
 
 
+def test_a_run_may_delete_all_that_it_finds(local):
+    submit(local, "import os, shutil; print('bye', flush=True); shutil.rmtree(os.getcwd())")
+    *_, end = until(local, Ended, 1)
+    assert (end.rows, end.tail, end.reason) == ("", ["bye"], "no row")
+
+
 def test_a_run_that_is_stopped_ends_though_it_ignores_sigterm_and_its_folder_is_gone(local, monkeypatch):
     monkeypatch.setattr(checkout, "PATIENCE", 0.2)
     ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
