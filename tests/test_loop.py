@@ -463,7 +463,7 @@ class Waiting:
     def __init__(self, played: Played):
         self.played, self.kind = played, played.kind
         self.gains = Gains(self.kind, "night", self.propose, lambda: [])
-        self.merged, self.refuses = [], False
+        self.merged, self.asked, self.refuses = [], [], False
         self.base = played.head()
         self.log(self.base, "base", 1.33)
 
@@ -481,6 +481,7 @@ class Waiting:
         return commit
 
     def propose(self, n: int, base: str, text: bytes, subject: str) -> bool:
+        self.asked.append(subject.partition(", again")[0])
         if not self.refuses:
             self.merged.append((n, subject, loops.commit_train(base, text, subject, f"night-loop/{n}"), base))
         return not self.refuses
@@ -525,6 +526,7 @@ def test_after_a_merge_that_is_refused_or_no_gain_its_parts_are_tried(waiting):
     waiting.refuses = True
     waiting.gains.advance(pending=False, over=True)  # all three, then each: refused
     assert not waiting.gains and [waiting.verdict(n)[-16:] for n in (1, 2, 3)] == [", which is no gain"[-16:]] * 3
+    assert waiting.asked == ["idea 3 and 2 more", "idea 3", "idea 2", "idea 1"]
 
 
 def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is_left_out(waiting):
