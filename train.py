@@ -5,15 +5,16 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --seconds 30     # a smoke run, not logged
     python train.py --sample "Once"  # text by saved weights
 
-In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
-Data and metric: prepare.py; clock and log: harness/; operators: kernels.py.
+In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit
+it. Data and metric: prepare.py; clock and log: harness; operators: kernels.py.
 """
 
-import dataclasses
 import functools
 import math
+import re
+import weakref
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -26,69 +27,81 @@ from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, TokenStream, make_dat
 
 # ---- Hyperparameters; sizes by GPU are in SIZES
 
-ROPE_BASE = 200_000        # of the rotary embedding
-SOFTCAP = 12.0             # of the logits, or None
-INIT_SCALE = 0.68          # standard deviation of the matrices at init, times 1/sqrt(n_embd)
-NGRAMS = (2, 3, 4)         # n-grams that have embeddings
+ROPE_BASE = 200_000
+SOFTCAP = 12.0             # bound of the logits, or None
+INIT_SCALE = 0.68          # standard deviation of the matrices at init, times sqrt(n_embd)
+NGRAMS = (2, 3, 4)         # lengths of the n-grams that have embeddings
 X0_LAMBDA = 1.0            # initial scale of x0 in every other block
 FOUR_BIT = False           # attention and MLP matrices (not experts) in NF4, with fp32 masters
 
 MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # of MATRIX_LR, for experts, which see few tokens each
-EMBEDDING_LR = 0.8         # token and value embeddings (AdamW; at width 768, else times sqrt(768 / width))
-NGRAM_LR = 0.4             # n-gram embeddings (row-wise Adam, scaled likewise, constant over the run)
-INDUCTION_LR = 0.4         # induction embedding (AdamW, scaled likewise)
-UNEMBEDDING_LR = 0.005     # lm_head (AdamW, scaled likewise)
-X0_LR = 0.5                # per-layer scalars of the first hidden states (AdamW)
-RESIDUAL_LR = 0.005        # per-layer scalars of the residual stream (AdamW)
-GATE_LR = 0.01             # head gates (AdamW)
-ROUTER_LR = 0.003          # routers of the experts (AdamW)
+EXPERT_LR_SCALE = 0.5      # experts: times MATRIX_LR, since each sees few tokens
+EMBEDDING_LR = 0.8         # token and value embeddings, at width 768
+NGRAM_LR = 0.4             # n-gram embeddings, at width 768, constant
+INDUCTION_LR = 0.4         # induction embedding, at width 768
+UNEMBEDDING_LR = 0.005     # lm_head, at width 768
+X0_LR = 0.5                # per-layer scales of x0
+RESIDUAL_LR = 0.005        # per-layer scales of the residual stream
+GATE_LR = 0.01             # head gates
+ROUTER_LR = 0.003          # routers of the experts
 BALANCE_RATE = 0.01        # step of an expert's routing bias: up if it got few tokens, else down
 ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
 VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
-MOMENTUM = 0.9             # of Muon, Nesterov's
+MOMENTUM = 0.9             # of Muon (Nesterov)
 FINAL_LR = 0.05            # learning rates fall linearly to this fraction
 
+
+say_once = functools.cache(print)
 
 # ---- What a GPU can do (numerics), and what TIME_BUDGET pays for (size)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; goes into the checkpoint."""
+    """Sizes of model and batch; saved with the weights."""
 
-    depth: int              # layers
-    n_embd: int             # of the residual stream
-    head_dim: int
-    seq_len: int            # tokens
-    window: int             # earlier tokens that most heads see; SDPA: length of its pieces
-    full_heads: int         # heads with the whole context, in every fourth layer from the last
-    device_batch_size: int  # sequences per forward and backward; fewer if memory runs out
-    total_batch_size: int   # tokens per optimizer step of a run of TIME_BUDGET
-    ngram_rows: int         # in each table of n-gram embeddings
-    num_experts: int = 0    # next to an MLP of half the width; 0: only an MLP of full width
-    experts_per_token: int = 1  # each of width 2 * n_embd / this
+    depth: int  # layers
+    n_embd: int  # width of the residual stream
+    head_dim: int = 128
+    seq_len: int = 2048  # tokens
+    window: int = 256  # earlier tokens that most heads see; SDPA: length of its pieces
+    full_heads: int = 1  # heads that see the whole context, in every fourth layer from the last
+    device_batch_size: int = 16  # sequences per forward pass; fewer if memory runs out
+    total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
+    ngram_rows: int = 2_621_440  # rows of each n-gram table
+    num_experts: int = 0  # beside an MLP of half the width
+    experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
     vocab_size: int = VOCAB_SIZE
 
     def __post_init__(self):
-        rest = self.total_batch_size % (self.device_batch_size * self.seq_len)
-        assert not rest, f"device_batch_size * seq_len must divide total_batch_size: {self}"
+        for rule in (
+            "total_batch_size % (device_batch_size * seq_len) == 0",
+            "n_embd % head_dim == 0",
+            "full_heads <= n_embd // head_dim",
+            "window > 0",
+            "num_experts == 0 or 0 < experts_per_token <= num_experts <= 256",
+            "num_experts == 0 or 2 * n_embd % experts_per_token == 0",
+        ):
+            assert eval(rule, {}, vars(self)), f"{rule} must hold in {self}"
 
 
-SIZES = (  # from this many FLOP/s on
-    #        depth n_embd head_dim seq_len window full_heads device_ total_ ngram_rows experts per_token
-    (0,      Config(3, 128, 32,    256,    256,   4,         16,     2**12, 40_960)),  # no GPU
-    (1e12,   Config(3, 384, 128,   2048,   256,   1,         16,     2**15, 2_621_440)),
-    (70e12,  Config(4, 384, 128,   2048,   256,   3,         16,     2**15, 2_621_440)),
-    (145e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440)),
-    (250e12, Config(6, 512, 128,   2048,   256,   4,         32,     2**16, 2_621_440, 32,     2)),
-    (600e12, Config(7, 768, 128,   2048,   256,   6,         64,     2**17, 2_621_440, 32,     2)),
+SIZE = None  # or Config(...), which replaces all of SIZES
+SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
+    (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, full_heads=4, total_batch_size=2**12,
+               ngram_rows=40_960)),  # no GPU
+    (1e12, Config(depth=3, n_embd=384, total_batch_size=2**15)),
+    (70e12, Config(depth=4, n_embd=384, full_heads=3, total_batch_size=2**15)),
+    (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16)),
+    (250e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16,
+                    num_experts=32)),
+    (600e12, Config(depth=7, n_embd=768, full_heads=6, device_batch_size=64, total_batch_size=2**17,
+                    num_experts=32)),
 )
 
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
-    """The activations' dtype and the kind of attention. A T4 only emulates bf16, whatever torch says."""
+    """Dtype of the activations, kind of attention. A T4 only emulates bf16, whatever torch says."""
     if gpu.capability is None:
         return torch.float32, "sdpa"
     if gpu.capability < (7, 0):
@@ -99,20 +112,53 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
 
 
 def pick_size(gpu: harness.GPU) -> Config:
-    """The n-gram tables take at most half of the memory."""
-    config = [config for least, config in SIZES if gpu.peak_flops >= least][-1]
+    """SIZE, or the live row of SIZES, cut to what this GPU can train."""
+    row = max(i for i, (flops, _) in enumerate(SIZES) if gpu.peak_flops >= flops)
+    instead = "SIZE instead of " if SIZE else ""
+    say_once(f"Size by {instead}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
+    config = SIZE or SIZES[row][1]
+    if config.num_experts and pick_numerics(gpu)[0] == torch.float16:
+        say_once("No experts: in fp16 they end in NaN")
+        config = replace(config, num_experts=0)
     rows, row_bytes = config.ngram_rows, 2 * config.n_embd * len(NGRAMS)
-    while 0 < gpu.memory < 2 * rows * row_bytes:
+    while 0 < gpu.memory < 2 * rows * row_bytes:  # the tables take at most half of the memory
         rows //= 2
-    return dataclasses.replace(config, ngram_rows=rows)
+    return replace(config, ngram_rows=rows)
 
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n: small batches learn more per token."""
+    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n, in whole sequences."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
-    total_batch_size = max(config.seq_len, int(config.total_batch_size * scale))
-    device_batch_size = math.gcd(config.device_batch_size, total_batch_size // config.seq_len)
-    return dataclasses.replace(config, device_batch_size=device_batch_size, total_batch_size=total_batch_size)
+    sequences = max(1, int(config.total_batch_size // config.seq_len * scale))
+    batch = dict(device_batch_size=math.gcd(config.device_batch_size, sequences))
+    return replace(config, total_batch_size=sequences * config.seq_len, **batch)
+
+
+# ---- A parameter declares its initial values and its optimizer where it is made
+
+
+def declare(x, init, optim):
+    """x: a parameter, or a module with a weight. init: standard deviation (uniform), a function that
+    fills it, or None: as constructed. optim: by a function below, or None: by its shape."""
+    p = x if isinstance(x, nn.Parameter) else x.weight
+    p.init, p.optim = init, optim
+    return x
+
+
+def muon(lr, split=None):
+    """split: arguments of torch.split, for parts that are orthogonalized separately."""
+    return dict(kind="muon", lr=lr, weight_decay=MATRIX_DECAY, momentum=MOMENTUM, split=split)
+
+
+def adamw(lr, width=768, betas=None, weight_decay=0.0):
+    """lr: at width 768, as in nanochat."""
+    lr, betas = lr * (width / 768) ** -0.5, betas or ADAM_BETAS
+    return dict(kind="adamw", lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def row_adam(lr, width, beta2):
+    """Adam without momentum, for the rows that a batch looks up."""
+    return dict(kind="rows", lr=lr * (width / 768) ** -0.5, beta2=beta2)
 
 
 # ---- GPT: RoPE, QK-norm, head gates, LeakyReLU^2, experts; n-gram, induction and value embeddings
@@ -122,23 +168,19 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding of (B, T, H, D), tables (T, 1, D)."""
-    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
-
-
 class Linear(nn.Linear):
     """fp32 weight, cast to the activation dtype on use."""
 
-    def __init__(self, in_features, out_features):
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def block_linear(in_features, out_features):
-    return Linear4bit(in_features, out_features, trainable=True) if FOUR_BIT else Linear(in_features, out_features)
+def block_linear(inputs, outputs, std, split=None):
+    layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else Linear(inputs, outputs)
+    return declare(layer, std, muon(MATRIX_LR, split))
 
 
 def ngram_hash(idx, n):
@@ -150,25 +192,51 @@ def ngram_hash(idx, n):
     return key
 
 
+class RowLookup(torch.autograd.Function):
+    """F.embedding that appends its gradient to a list, so that nobody meets a sparse table.grad."""
+
+    @staticmethod
+    def forward(ctx, table, ids, row_grads):
+        ctx.ids, ctx.row_grads = ids, row_grads
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.row_grads.append((ctx.ids.flatten(), grad.flatten(0, -2)))
+        return None, None, None
+
+
 class NGramEmbedding(nn.Embedding):
     """One row per hash of n successive tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
 
     def __init__(self, n, rows, n_embd, dtype):
         super().__init__(rows, n_embd, dtype=dtype)
-        self.n = n
+        self.n, self.dtype = n, dtype
+        declare(self, nn.init.zeros_, row_adam(NGRAM_LR, n_embd, beta2=0.8))
 
-    def forward(self, idx):
-        return super().forward((ngram_hash(idx, self.n) >> 24) % self.num_embeddings)  # (B, T) -> (B, T, C)
+    def forward(self, idx):  # (B, T) -> (B, T, C)
+        table, ids = self.weight, (ngram_hash(idx, self.n) >> 24) % self.num_embeddings
+        if optimizer := getattr(table, "optimizer", lambda: None)():  # a MuonAdamW that has it
+            return RowLookup.apply(table, ids, optimizer.row_grads[table])
+        if self.training and table.requires_grad and table.dtype != torch.float32:
+            say_once("n-gram tables: fp32, dense gradients, as the optimizer is no MuonAdamW")
+            self.float()
+        return F.embedding(ids, table).to(self.dtype)
 
 
 def induction(idx):
-    """An induction head by lookup: what followed the last three tokens when they last occurred, and whether they did.
+    """An induction head by lookup: where the last three tokens occurred before, what followed?
 
-    Tokens (B, T) to tokens and bools (B, T)."""
-    key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal ones in the order of the text
+    Tokens (B, T) -> tokens that followed, and whether there are such (B, T)."""
+    key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal keys in the order of the text
     before = torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1)
-    before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # where they ended, or -1
+    before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # previous place, or -1
     return idx.gather(1, before + 1), before >= 0
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of (B, T, H, D), tables (T, 1, D)."""
+    return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
 
 # SDPA's kernels, the fastest first; fp16 takes the last two
@@ -180,60 +248,74 @@ def fa2(q, k, v, window, shift):
     T, flash = q.size(1), torch.ops.aten._flash_attention_forward
     if window >= T:
         return sdpa(q, k, v, T, 0)
-    return flash(q, k, v, None, None, T, T, 0.0, True, False, window_size_left=window, window_size_right=0)[0]
+    args = q, k, v, None, None, T, T, 0.0, True, False
+    return flash(*args, window_size_left=window, window_size_right=0)[0]
 
 
 def sdpa(q, k, v, window, shift):
-    """SDPA has no windows: the sequence is cut into pieces of `window` tokens that see only themselves.
+    """SDPA has no windows: the text is cut into pieces of `window` tokens that see only themselves.
 
-    Zeros in front shift every other layer's cuts, so that information crosses them, and act as an attention sink.
-    """
+    Zeros in front shift every other layer's cuts: information crosses them. And an attention sink."""
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
-    if S:
-        q, k, v = (F.pad(t, (0, 0, 0, 0, S, W - S)) for t in (q, k, v))
-    q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1).transpose(1, 2) for t in (q, k, v))  # (pieces, H, W, D)
+    end = -(S + T) % W  # zeros that fill the last piece
+    if S + end > 0:
+        q, k, v = (F.pad(t, (0, 0, 0, 0, S, end)) for t in (q, k, v))
+    q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1) for t in (q, k, v))  # (pieces, W, H, D)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     return y.reshape(B, -1, H, D)[:, S : S + T]
 
 
 @functools.cache
 def attention(kind):
-    """Causal attention of q, k and v (B, T, H, D). With fa3 and fa2 a token sees `window` earlier ones."""
+    """A causal f(q, k, v, window, shift): tokens of (B, T, H, D) see `window` earlier ones."""
     if kind == "fa3":
         flash = harness.load_fa3()
         # Inductor fuses contiguous(); else FA3 copies v
-        return lambda q, k, v, window, shift: flash(q, k, v.contiguous(), causal=True, window_size=(window, 0))
+        return lambda q, k, v, W, _: flash(q, k, v.contiguous(), causal=True, window_size=(W, 0))
     return {"fa2": fa2, "sdpa": sdpa}[kind]
 
 
 class Attention(nn.Module):
     def __init__(self, config, i, kind):
         super().__init__()
-        C, D, self.attend = config.n_embd, config.head_dim, attention(kind)
-        self.n_head = C // D
-        self.full_heads = config.full_heads * (i % 4 == 0)  # the first heads: whole context
-        self.window = min(config.window, config.seq_len)  # of the other heads
-        self.shift = i % 2 * self.window // 2  # where `sdpa` cuts, in tokens
-        assert C == self.n_head * D and self.full_heads <= self.n_head and self.window > 0, config
-        assert kind != "sdpa" or config.seq_len % self.window == 0, f"SDPA cuts whole pieces: {config}"
-        self.c_qkv, self.c_proj = block_linear(C, 3 * C), block_linear(C, C)
-        self.value_embed = nn.Embedding(config.vocab_size, C) if i % 2 == 0 else None
-        self.gate = Linear(32, self.n_head * (2 if self.value_embed else 1))  # of the first 32 channels
-        self.register_buffer("shifted", torch.arange(D) % (D // 2) >= D // 4, persistent=False)  # low frequencies
+        C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
+        self.n_head, self.head_dim, self.attend = H, D, attention(kind)
+        self.full_heads = config.full_heads if i % 4 == 0 else 0  # the first heads: whole context
+        self.window = min(config.window, config.seq_len)  # the other heads
+        self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
+        self.qkv = [C, C, C]  # widths of queries, keys and values: a matrix each
+        self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
+        self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
+        self.value_embed, gates = None, H
+        if i % 2 == 0:
+            optim = adamw(EMBEDDING_LR, C, weight_decay=VALUE_EMBED_DECAY)
+            self.value_embed = declare(nn.Embedding(config.vocab_size, C), C**-0.5, optim)
+            gates = 2 * H
+        self.gate = declare(Linear(32, gates), 0, adamw(GATE_LR))  # of the first 32 channels
+        slow = torch.arange(D) % (D // 2) >= D // 4  # the lower half of the frequencies
+        self.register_buffer("slow", slow, persistent=False)
 
     def forward(self, x, idx, cos, sin):
-        T, H = x.size(1), self.n_head
-        q, k, v = self.c_qkv(x).unflatten(-1, (3, H, -1)).unbind(2)  # 3 x (B, T, H, D)
-        gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1), 1 at init
+        T, H, full = x.size(1), self.n_head, self.full_heads
+        q, k, v = self.c_qkv(x).split(self.qkv, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)
+        gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1)
         if self.value_embed is not None:
-            v = v + gate[:, :, H:] * F.embedding(idx, self.value_embed.weight.to(x.dtype)).view_as(v)
+            value = F.embedding(idx, self.value_embed.weight.to(x.dtype))  # (B, T, C)
+            v = v + gate[:, :, H:] * value.view_as(v)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of each key comes from the previous token: an induction head in one layer
-        k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        parts = zip(*(t.tensor_split([self.full_heads], dim=2) for t in (q, k, v)), (T, self.window))
-        y = torch.cat([self.attend(q, k, v, window, self.shift) for q, k, v, window in parts if q.numel()], 2)
-        return self.c_proj((y * gate[:, :, :H]).flatten(2))
+        k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
+        y = []
+        if full > 0:
+            y.append(self.attend(q[:, :, :full], k[:, :, :full], v[:, :, :full], T, 0))
+        if full < H:
+            q, k, v = q[:, :, full:], k[:, :, full:], v[:, :, full:]
+            y.append(self.attend(q, k, v, self.window, self.shift))
+        y = torch.cat(y, dim=2) * gate[:, :, :H]
+        return self.c_proj(y.flatten(2))
 
 
 def leaky_relu_squared(x):
@@ -243,40 +325,49 @@ def leaky_relu_squared(x):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        width = (2 if config.num_experts else 4) * config.n_embd
-        self.c_fc, self.c_proj = block_linear(config.n_embd, width), block_linear(width, config.n_embd)
+        C, factor = config.n_embd, 2 if config.num_experts else 4
+        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # squares
+        self.c_proj = block_linear(factor * C, C, 0, split=(C, -1))
 
     def forward(self, x):
         return self.c_proj(leaky_relu_squared(self.c_fc(x)))
 
 
 class Experts(nn.Module):
-    """The MLP's other half: many small MLPs; a router picks some for each token. No token is dropped, and no auxiliary
-    loss: experts with too few tokens gain in bias (https://arxiv.org/abs/2408.15664)."""
+    """The MLP's other half: many small MLPs; a router picks some for each token, and drops none.
+
+    No auxiliary loss: experts with few tokens gain in bias (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
         super().__init__()
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
-        assert 0 < K <= E <= 256 and 2 * C % K == 0, config
-        self.experts_per_token = K
-        self.router = Linear(C, E)
-        self.c_fc, self.c_proj = (nn.Parameter(torch.empty(E, 2 * C // K, C)) for _ in range(2))
+        self.experts_per_token, std, lr = K, INIT_SCALE * C**-0.5, MATRIX_LR * EXPERT_LR_SCALE
+        self.router = declare(Linear(C, E), std, adamw(ROUTER_LR))
+        # (experts, out, in)
+        self.c_fc = declare(nn.Parameter(torch.empty(E, 2 * C // K, C)), std, muon(lr, (C, -2)))
+        self.c_proj = declare(nn.Parameter(torch.empty(E, C, 2 * C // K)), 0, muon(lr, (C, -1)))
         self.register_buffer("bias", torch.zeros(E))
-        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step, evaluation's too
+        self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
 
     def forward(self, x):
+        """(B, T, C) -> (B, T, C). N: B * T tokens; P: N * K pairs of a token and an expert."""
         K, E = self.experts_per_token, len(self.bias)
-        score = torch.sigmoid(self.router(x)).view(-1, E)  # (B*T, E)
-        expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # Inductor has no topk
-        ranked, order = expert.flatten().to(torch.uint8).sort(stable=True)  # a radix sort: fewer bits are faster
-        ends = torch.searchsorted(ranked.long(), torch.arange(E, device=x.device), right=True, out_int32=True)
+        score = torch.sigmoid(self.router(x)).view(-1, E)  # (N, E)
+        best = (score + self.bias).sort(descending=True, stable=True).indices  # Inductor lacks topk
+        expert = best[:, :K]  # (N, K)
+        # Sort the pairs by expert: a radix sort, faster with 8 bits
+        ranked, pair = expert.flatten().to(torch.uint8).sort(stable=True)  # (P,)
+        number = torch.arange(max(E, len(pair)), device=x.device)
+        ends = torch.searchsorted(ranked.long(), number[:E], right=True, out_int32=True)
         self.load += ends.diff(prepend=ends.new_zeros(1))
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(-1, K)
-        token_at, order = order[:, None] // K, order[:, None]
-        weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), order, place.view(-1, 1))
-        h = sum_rows(x.flatten(0, 1), token_at, place)  # (B*T*K, C), by expert
-        h = weight * leaky_relu_squared(F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends))  # here: saves memory
-        return sum_rows(F.grouped_mm(h, self.c_proj.to(x.dtype), offs=ends), place, token_at).view_as(x)
+        place = torch.empty_like(pair).scatter_(0, pair, number[: len(pair)]).view(-1, K)  # (N, K)
+        pair, token = pair[:, None], pair[:, None] // K  # (P, 1)
+        weight = sum_rows(2 * score.gather(1, expert).view(-1, 1), pair, place.view(-1, 1))
+        h = sum_rows(x.flatten(0, 1), token, place)  # (P, C)
+        h = F.grouped_mm(h, self.c_fc.to(x.dtype).mT, offs=ends)  # (P, 2C / K)
+        h = weight * leaky_relu_squared(h)  # weighted here: saves memory
+        h = F.grouped_mm(h, self.c_proj.to(x.dtype).mT, offs=ends)  # (P, C)
+        return sum_rows(h, place, token).view_as(x)
 
 
 class Block(nn.Module):
@@ -284,10 +375,12 @@ class Block(nn.Module):
 
     def __init__(self, config, i, kind):
         super().__init__()
+        self.residual_lambda = declare(nn.Parameter(torch.ones(())), None, adamw(RESIDUAL_LR))
+        self.x0_lambda, x0_optim = None, adamw(X0_LR, betas=(0.96, 0.95))
+        if i % 2 == 0:
+            self.x0_lambda = declare(nn.Parameter(X0_LAMBDA * torch.ones(())), None, x0_optim)
         self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
-        self.residual_lambda = nn.Parameter(torch.empty(()))  # of the residual stream
-        self.x0_lambda = nn.Parameter(torch.empty(())) if i % 2 == 0 else None  # of x0
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
@@ -307,13 +400,16 @@ def compiled(function):
 class GPT(nn.Module):
     def __init__(self, config: Config, dtype: torch.dtype, attention: str):
         super().__init__()
+        V, C, D = config.vocab_size, config.n_embd, config.head_dim
         self.config, self.dtype, self.attention = config, dtype, attention
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, config.n_embd, dtype) for n in NGRAMS)
-        self.induction_embed = nn.Embedding(config.vocab_size + 1, config.n_embd)  # the last row: nothing found
+        self.backends = BACKENDS[2:] if dtype == torch.float16 else BACKENDS
+        self.embed = declare(nn.Embedding(V, C), nn.init.normal_, adamw(EMBEDDING_LR, C))
+        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, C, dtype) for n in NGRAMS)
+        # last row: nothing found
+        self.induction_embed = declare(nn.Embedding(V + 1, C), 0, adamw(INDUCTION_LR, C))
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
-        self.lm_head = Linear(config.n_embd, config.vocab_size)
-        inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, config.head_dim // 2 + 1)[:-1]
+        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))
+        inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, D // 2 + 1)[:-1]
         inverse_freq = torch.cat([inverse_freq, -inverse_freq])  # (D,)
         angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D)
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
@@ -321,33 +417,28 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        seed, bound = torch.initial_seed(), (3 / self.config.n_embd) ** 0.5
+        """From the seed and each parameter's name: a new parameter changes no other's values."""
+        seed = torch.initial_seed()
         for name, p in self.named_parameters():
-            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a new parameter changes no other's
-            if name == "embed.weight":
-                nn.init.normal_(p)
-            elif name == "lm_head.weight":
-                nn.init.normal_(p, std=0.001)
-            elif name.startswith(("ngram_embeds.", "induction_embed.")):
-                nn.init.zeros_(p)
-            elif name.endswith((".x0_lambda", ".residual_lambda")):
-                nn.init.constant_(p, X0_LAMBDA if "x0" in name else 1)
-            else:  # standard deviation scale / sqrt(n_embd); c_proj is 0: blocks start as the identity
-                assert name.startswith("blocks.") and p.ndim > 1 and p.size(-1) > 1, f"init_weights sets no {name}"
-                zero = "c_proj" in name.split(".") or "attn.gate." in name
-                scale = 0 if zero else 1 if "embed" in name else INIT_SCALE
-                nn.init.uniform_(p, -bound * scale, bound * scale)
-        for table in self.ngram_embeds:
-            table.sparse = False  # make_optimizer may turn it on
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            if getattr(p, "init", None) is None:
+                p.init = p.clone()  # as constructed, also after a warm-up
+            if isinstance(p.init, torch.Tensor):
+                p.copy_(p.init)
+            elif callable(p.init):
+                p.init(p)
+            else:
+                nn.init.uniform_(p, -p.init * 3**0.5, p.init * 3**0.5)
+        torch.manual_seed(seed)
         update_buffers(self)
 
     def trunk(self, idx, followers, found, ngrams):
-        """Tokens, followers, found (B, T) and one (B, T, C) per n-gram table to the final hidden states (B, T, C)."""
-        # cast first: no fp32 (B, T, C)
-        embed, induction_embed = self.embed.weight.to(self.dtype), self.induction_embed.weight.to(self.dtype)
+        """Tokens, followers, found (B, T), a (B, T, C) per n-gram table -> final states (B, T, C)."""
+        embed = self.embed.weight.to(self.dtype)  # cast before the lookup: no fp32 (B, T, C)
         x = F.embedding(idx, embed) + sum(ngrams)
         # where(), not a lookup: most gradients would be atomic adds to the last row
-        x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])
+        embed = self.induction_embed.weight.to(self.dtype)
+        x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])
         x = x0 = norm(x)
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
         for block in self.blocks:
@@ -355,28 +446,35 @@ class GPT(nn.Module):
         return norm(x)
 
     def compile_trunk(self) -> None:
-        torch.compiler.config.cache_key_tag = str(BACKENDS)  # the cache key does not see sdpa_kernel()
-        self.trunk = functools.partial(compiled(GPT.trunk), self)  # not a bound method: copies would share it
+        torch.compiler.config.cache_key_tag = str(BACKENDS)  # the key does not see sdpa_kernel()
+        self.trunk = functools.partial(compiled(GPT.trunk), self)  # copies would share a method
 
     def forward(self, idx, targets=None, reduction="mean"):
-        """Tokens (B, T) to logits (B, T, V); with targets (B, T) to the loss in nats, a scalar or (B*T,) for 'none'."""
-        # enable_grad: evaluation reuses training's compiled graph
-        with torch.enable_grad(), sdpa_kernel(BACKENDS[2 * (self.dtype == torch.float16) :], set_priority=True):
+        """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats, for 'none' (B*T,)."""
+        T = idx.size(1)
+        assert T <= self.config.seq_len, f"{T} tokens are more than seq_len: {self.config}"
+        # evaluation reuses training's compiled graph, but not where that would save activations
+        grad = torch.is_grad_enabled() or not FOUR_BIT
+        with torch.set_grad_enabled(grad), sdpa_kernel(self.backends, set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
-        assert x.dtype == self.dtype, f"an fp32 tensor makes activations {x.dtype}: cast it to x.dtype"
+        assert x.dtype == self.dtype, f"a tensor makes activations {x.dtype}: cast it to x.dtype"
         if targets is None:
+            x = x if torch.is_grad_enabled() else x.detach()  # frees the activations
             logits = self.lm_head(x).float()
             return SOFTCAP * torch.tanh(logits / SOFTCAP) if SOFTCAP else logits
-        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, softcap=SOFTCAP, reduction=reduction)
+        options = dict(softcap=SOFTCAP, reduction=reduction)
+        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)
 
     def flops_per_token(self) -> float:
-        """As in nanochat: 6 per active matrix weight, 12 * head_dim per head and key in its window."""
-        tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
-        active = self.config.experts_per_token / max(1, self.config.num_experts)  # share of the experts
-        weights = sum(p.numel() * (active if p.ndim == 3 else 1) for p in {*self.parameters()} - tables if p.ndim > 1)
-        T, layers = self.config.seq_len, [block.attn for block in self.blocks]
-        keys = sum(a.full_heads * T + (a.n_head - a.full_heads) * a.window for a in layers)
-        return 6 * weights + 12 * self.config.head_dim * keys
+        """As in nanochat: 6 per active matrix weight, 12 * head_dim per head and key it sees."""
+        c, tables = self.config, {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
+        share = c.experts_per_token / max(1, c.num_experts)  # of the experts
+        matrices = [p for p in {*self.parameters()} - tables if p.ndim > 1]
+        weights = sum(p.numel() * (share if p.ndim == 3 else 1) for p in matrices)
+        keys = 0
+        for a in (block.attn for block in self.blocks):
+            keys += a.full_heads * c.seq_len + (a.n_head - a.full_heads) * a.window
+        return 6 * weights + 12 * c.head_dim * keys
 
 
 @torch.no_grad()
@@ -415,7 +513,7 @@ POLAR_EXPRESS = [
 
 
 def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
-    """Gradients (n, R, C) to Nesterov's momentum, scaled to a spectral norm below 1. rate: 1 - momentum, or 0."""
+    """Gradients (n, R, C) -> Nesterov momentum of spectral norm below 1. rate: 1 - momentum, or 0."""
     grad = torch.where(rate > 0, grad / loss_scale, 0)
     momentum_buffer.lerp_(grad, rate)
     update = momentum_buffer.lerp(grad, rate)
@@ -423,8 +521,9 @@ def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
 
 
 def polar_express(x):
-    """Orthogonalizes a stack of matrices (n, R, C), R >= C, of spectral norm at most 1. All GEMMs: not compiled."""
-    for a, b, c in POLAR_EXPRESS:  # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
+    """Orthogonalizes (n, R, C), R >= C, of spectral norm up to 1. All GEMMs: not compiled."""
+    for a, b, c in POLAR_EXPRESS:
+        # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
         gram = x.mT @ x
         gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
         gram = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
@@ -434,133 +533,125 @@ def polar_express(x):
 
 
 def muon_update(p, update, scale, lr, decay):
-    """p (n, R, C) moves by scale (n, 1, 1) times the update, and decays only where that agrees with it."""
+    """Moves p (n, R, C) by scale (n, 1, 1) times update; cautious decay, only where both agree."""
     p.sub_(lr * (scale * update + decay * p * (update * p >= 0)))
 
 
-def as_stack(t):
-    """View of a matrix (R, C), or of one per expert (E, R, C), as Muon's stack (n, R, C) with R >= C.
-
-    Wide matrices are transposed. (kC, C) becomes k squares, each orthogonalized separately: q, k and v, and MLPs, too.
-    """
-    wide = t.size(-2) < t.size(-1)
-    squares = max(t.shape[-2:]) % min(t.shape[-2:]) == 0 and not (wide and t.ndim == 3)  # would need a copy
-    t = t.view(-1, *t.shape[-2:])
-    t = t.mT if wide else t
-    return t.unflatten(1, (-1, t.size(2))).flatten(0, 1) if squares else t
+def matrices(t, split):
+    """Views (n, R, C), R >= C, of a matrix, or of one per expert, split as muon() says."""
+    parts = t.view(-1, *t.shape[-2:]).split(*split or (t.size(-2), -2))
+    return [part.mT if part.size(1) < part.size(2) else part for part in parts]
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW, but Muon for groups of kind 'muon' (stacks of one shape), row_adam_ for groups of kind 'sparse'.
+    """AdamW, but Muon for groups of kind "muon" and row_adam_ for groups of kind "rows".
 
-    Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal matrix, so
-    that all directions learn at the same rate. step() never waits for the GPU.
-    """
+    Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest
+    orthogonal matrix: all directions learn at the same rate. step() never waits for the GPU."""
 
     def __init__(self, groups: list[dict], dtype: torch.dtype):
-        super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler lets step() unscale and skip
-        self.dtype = dtype  # of Newton-Schulz
-        self.device = self.param_groups[0]["params"][0].device
-        self.num_skipped, self.found_inf = (torch.zeros((), device=self.device) for _ in range(2))
-        self.grad_scale = torch.ones((), device=self.device)  # fp16: GradScaler sets both before step()
-        self.tables = {}  # by group; hidden from GradScaler, which would coalesce sparse gradients: a sync
-        for i, group in enumerate(self.param_groups):
-            params = group["params"]
-            if group["kind"] == "muon":
-                stacks = [as_stack(p.detach()) for p in params]
-                # a matrix (R, C) moves by sqrt(max(1, R / C)) times an orthogonal one
-                scales = [(s.size(1) / p.size(-1)) ** 0.5 for p, s in zip(params, stacks) for _ in s]
-                group["state"] = [stacks[0].new_tensor(scales).view(-1, 1, 1), torch.zeros_like(torch.cat(stacks))]
-            elif group["kind"] == "sparse":
-                given = group["betas"][0], group["weight_decay"]
-                assert given == (0, 0), f"row_adam_ has no momentum and no weight decay: {given}"
-                group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in params]
-                self.tables[i], group["params"] = params, []
+        super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler leaves all to step()
+        self.dtype, self.device = dtype, self.param_groups[0]["params"][0].device
+        self.num_skipped, self.zero = torch.zeros(2, device=self.device)
+        self.row_grads = {}  # by table: (ids, gradients) of its lookups since zero_grad()
+        for group in self.param_groups:
+            group["state"] = {}
+            if group["kind"] == "rows":
+                group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in group["params"]]
+                for p in group["params"]:  # weak: without this optimizer, gradients are dense
+                    self.row_grads[p], p.optimizer = [], weakref.ref(self)
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for row_grads in self.row_grads.values():
+            row_grads.clear()
 
     @torch.no_grad()
     def step(self):
-        """One update from p.grad, by the groups' lr, weight_decay and momentum."""
-        assert self.grad_scale is not None, "step() unscales the gradients: leave out scaler.unscale_()"
-        self.num_skipped += self.found_inf  # 1.0: skip the step
-        for i, group in enumerate(self.param_groups):
+        """One update from p.grad and row_grads, by the groups' lr, weight_decay and momentum."""
+        # GradScaler sets both, but no scale after its unscale_()
+        loss_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        loss_scale = 1 + self.zero if loss_scale is None else loss_scale
+        found_inf = self.zero if found_inf is None else found_inf  # 1.0: skip the step
+        self.num_skipped += found_inf
+        for group in self.param_groups:
             if group["kind"] == "muon":
-                self.step_muon(group, 1 - self.found_inf)
-            elif group["kind"] == "sparse":
-                self.step_tables(self.tables[i], group)
-        super().step()  # Muon and row_adam_ have set their gradients to None
+                self.step_muon(group, loss_scale, found_inf)
+            elif group["kind"] == "rows":
+                self.step_rows(group, loss_scale, found_inf)
+        super().step()  # AdamW, for all that still has a gradient
 
-    def step_muon(self, group, live):
+    def step_muon(self, group, loss_scale, found_inf):
         wrap = compiled if self.device.type == "cuda" else (lambda f: f)
-        scale, momentum_buffer = group["state"]
-        lr, decay, rate = (live * x for x in (group["lr"], group["weight_decay"], 1 - group["momentum"]))
-        stacks, grads = [], []
+        settings = group["lr"], group["weight_decay"], 1 - group["momentum"]
+        lr, decay, rate = ((1 - found_inf) * x for x in settings)
+        by_shape = {}  # matrices of one shape are updated together
         for p in group["params"]:
-            stacks.append(as_stack(p.detach()))
-            grads.append(torch.zeros_like(stacks[-1]) if p.grad is None else as_stack(p.grad))
+            split = getattr(p, "optim", {}).get("split")
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            for part, part_grad in zip(matrices(p.detach(), split), matrices(grad, split)):
+                by_shape.setdefault(tuple(part.shape[1:]), []).append((p, part, part_grad))
+        for shape, members in by_shape.items():
+            params, parts, grads = zip(*members)
+            stack = torch.cat(parts)  # (n, R, C)
+            if shape not in group["state"]:
+                # a parameter moves by sqrt(max(1, out / in)) times an orthogonal matrix
+                scale = [(part.size(1) / p.size(-1)) ** 0.5 for p, part in zip(params, parts) for _ in part]
+                group["state"][shape] = stack.new_tensor(scale).view(-1, 1, 1), torch.zeros_like(stack)
+            scale, buffer = group["state"][shape]
+            update = wrap(muon_direction)(torch.cat(grads), buffer, rate, loss_scale, self.dtype)
+            wrap(muon_update)(stack, polar_express(update), scale, lr, decay)
+            for p, part, moved in zip(params, parts, stack.split([*map(len, parts)])):
+                if p.grad is not None:  # else it would decay
+                    part.copy_(moved)
+        for p in group["params"]:
             p.grad = None
-        stack = torch.cat(stacks)  # (n, R, C)
-        update = wrap(muon_direction)(torch.cat(grads), momentum_buffer, rate, self.grad_scale, self.dtype)
-        wrap(muon_update)(stack, polar_express(update), scale, lr, decay)
-        torch._foreach_copy_(stacks, stack.split([len(s) for s in stacks]))
 
-    def step_tables(self, tables, group):
-        for p, exp_avg_sq in zip(tables, group["state"]):
-            if p.grad is not None:  # else an edit has left it unused
-                assert p.grad.is_sparse, f"the gradient of an n-gram table must be sparse: {tuple(p.shape)}"
-                ids, grads = p.grad._indices()[0], p.grad._values()
-                row_adam_(p, exp_avg_sq, ids, grads, group["lr"], group["betas"][1], self.grad_scale, self.found_inf)
-                p.grad = None
+    def step_rows(self, group, loss_scale, found_inf):
+        """After unscale_(), row_grads are scaled and loss_scale is 1: Adam does not mind."""
+        for p, exp_avg_sq in zip(group["params"], group["state"]):
+            assert p.grad is None, f"a table {tuple(p.shape)} that is not only looked up needs adamw()"
+            if row_grads := self.row_grads[p]:
+                ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*row_grads))
+                lr, beta2 = group["lr"], group["beta2"]
+                row_adam_(p, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
+                row_grads.clear()
 
 
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """A parameter with a group's key in its name goes there, a block's other matrices to Muon."""
-    wide = (model.config.n_embd / 768) ** -0.5  # as in nanochat
-
-    def group(lr, betas=ADAM_BETAS, weight_decay=0.0, kind="adamw"):
-        return dict(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, momentum=MOMENTUM, params=[])
-
-    groups = {
-        "lm_head": group(UNEMBEDDING_LR * wide),
-        "ngram_embeds": group(NGRAM_LR * wide, betas=(0.0, 0.8), kind="sparse"),
-        "induction_embed": group(INDUCTION_LR * wide),
-        "value_embed": group(EMBEDDING_LR * wide, weight_decay=VALUE_EMBED_DECAY),
-        "embed": group(EMBEDDING_LR * wide),
-        "x0_lambda": group(X0_LR, betas=(0.96, 0.95)),
-        "residual_lambda": group(RESIDUAL_LR),
-        "attn.gate": group(GATE_LR),
-        "router": group(ROUTER_LR),
-    }
+    """Groups the parameters by what they declare."""
+    groups = {}
     for name, p in model.named_parameters():
-        key = next((key for key in groups if f".{key}." in f".{name}."), None)
-        inside = "blocks." in name and not name.endswith("embed.weight")
-        if key is None and inside and p.ndim == 2 + (".experts." in name) and p.size(-1) > 1:
-            lr = MATRIX_LR * (EXPERT_LR_SCALE if p.ndim == 3 else 1)
-            key = f"{lr} {tuple(as_stack(p).shape[1:])}"  # one shape per group
-            groups.setdefault(key, group(lr, weight_decay=MATRIX_DECAY, kind="muon"))
-        assert key is not None, f"no group for {name} {tuple(p.shape)}: give it one in make_optimizer"
-        groups[key]["params"] += [p] * p.requires_grad  # not frozen ones: decay would move them
-    for table in model.ngram_embeds:
-        table.sparse = groups["ngram_embeds"]["kind"] == "sparse"  # gradients of touched rows only
-    return MuonAdamW([g for g in groups.values() if g["params"]], model.dtype)
+        if getattr(p, "optim", None) is None:  # Muon for a matrix that has no row per token
+            matrix = p.ndim == 2 and min(p.shape) > 1 and model.config.vocab_size not in p.shape
+            p.optim = muon(MATRIX_LR) if matrix else adamw(GATE_LR)
+            name = re.sub(r"\d+", "*", name)
+            say_once(f"{name} declares no optimizer: {p.optim['kind']}, lr {p.optim['lr']}")
+        settings = {key: value for key, value in p.optim.items() if key != "split"}
+        group = groups.setdefault(str(settings), settings | dict(params=[]))
+        group["params"] += [p] if p.requires_grad else []  # decay would move a frozen one
+    return MuonAdamW([group for group in groups.values() if group["params"]], model.dtype)
 
 
 # ---- Schedules
 
 
-def set_schedules(optimizer: MuonAdamW, progress: float) -> None:
+def set_schedules(optimizer: torch.optim.Optimizer, progress: float) -> None:
     """progress: share of the budget spent."""
     for group in optimizer.param_groups:
-        if group.get("kind") != "sparse":  # constant LR: rows first seen late still need full steps
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - (1 - FINAL_LR) * progress)
+        lr, decay = group.setdefault("initial", (group["lr"], group.get("weight_decay")))
+        if group.get("kind") != "rows":  # constant LR: rows first seen late still need full steps
+            group["lr"] = lr * (1 - (1 - FINAL_LR) * progress)
         if group.get("kind") == "muon":
-            group["weight_decay"] = group.setdefault("initial_weight_decay", group["weight_decay"]) * (1 - progress)
+            group["weight_decay"] = decay * (1 - progress)
 
 
 # ---- Training
 
 
 def make_scaler(model):
-    return torch.amp.GradScaler(model.embed.weight.device.type, enabled=model.dtype == torch.float16)
+    device = model.embed.weight.device.type
+    return torch.amp.GradScaler(device, enabled=model.dtype == torch.float16)
 
 
 def train_step(model, optimizer, scaler, loader):
@@ -579,29 +670,41 @@ def train_step(model, optimizer, scaler, loader):
     return total, epoch
 
 
+def reset_tables(model, clock, epoch_tokens, epochs_left):
+    """Zeroes the n-gram tables when whole epochs are left: they never see the same text twice.
+
+    Returns how many are left, None while the pace is unknown."""
+    left = clock.tokens_left()
+    if left == math.inf:
+        return None
+    if epochs_left is None:
+        epochs_left = (clock.tokens + left) // epoch_tokens
+    if left // epoch_tokens < epochs_left:
+        for table in model.ngram_embeds:
+            nn.init.zeros_(table.weight)
+    return left // epoch_tokens
+
+
 def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
     """Returns model and numbers for the summary."""
-    config = dataclasses.replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
+    torch.manual_seed(seed)
+    config = replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu)
-    harness.warm_up(model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
+    harness.warm_up(
+        model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
 
     torch.manual_seed(seed)
     model.init_weights()
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
-    epoch_tokens, epochs_left = len(TokenStream(tokenizer, "train")), math.nan
+    epoch_tokens, epochs_left = len(TokenStream(tokenizer, "train")), None
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress())
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
-        left = clock.tokens_left()  # inf, and epochs_left nan, until the pace is known
-        before = epochs_left if epochs_left >= 0 else (clock.tokens + left) // epoch_tokens
-        epochs_left = left // epoch_tokens
-        if epochs_left < before:  # whole epochs left: zero the tables, so that they see no text twice
-            for table in model.ngram_embeds:
-                nn.init.zeros_(table.weight)
+        epochs_left = reset_tables(model, clock, epoch_tokens, epochs_left)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()

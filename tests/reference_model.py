@@ -124,7 +124,7 @@ def experts(weights: dict[str, Tensor], x: Tensor) -> Tensor:
     ranked = (scores + weights["bias"]).argsort(-1, descending=True)
     rows = []
     for t, names in enumerate(ranked[:, : 2 * x.size(-1) // w_in.size(1)].tolist()):
-        rows.append(sum(2 * scores[t, e] * mlp(x[t], w_in[e], w_out[e].T) for e in names))
+        rows.append(sum(2 * scores[t, e] * mlp(x[t], w_in[e], w_out[e]) for e in names))
     return torch.stack(rows)
 
 

@@ -9,7 +9,6 @@ import math
 import pytest
 import reference_optimizer as reference
 import torch
-import torch.nn.functional as F
 from reference_model import relative_error
 
 import train
@@ -22,12 +21,17 @@ LR, DECAY, MOMENTUM = (0.1, 0.2, 0.05, 0.1, 0.1, 0.02), (2.0, 1.0, 0.0, 3.0, 1.0
 def make(kind: str, params: list[torch.nn.Parameter], betas=(0.0, 0.9), dtype=torch.float32) -> train.MuonAdamW:
     """With one group of that kind, and another one that shows the steps to GradScaler, which sees no tables.
 
-    kind: adamw, sparse, or muon, whose Newton-Schulz iteration runs in dtype.
+    kind: adamw, rows, or muon, whose Newton-Schulz iteration runs in dtype.
     """
-    rates = dict(lr=0.0, betas=betas, weight_decay=0.0, momentum=0.0)
+    rates = dict(lr=0.0, betas=betas, beta2=betas[1], weight_decay=0.0, momentum=0.0)
     seen = torch.nn.Parameter(torch.zeros(1))
     groups = dict(kind=kind, params=params), dict(kind="adamw", params=[seen])
     return train.MuonAdamW([group | rates for group in groups], dtype)
+
+
+def look_up(optimizer, table, ids) -> torch.Tensor:
+    """Rows of a table, whose gradients go to the optimizer."""
+    return train.RowLookup.apply(table, ids, optimizer.row_grads[table])
 
 
 def set_rates(optimizer, lr: float, decay: float = 0.0, momentum: float = 0.0) -> None:
@@ -47,7 +51,7 @@ def steps(request):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=request.param != "plain")
         scaler.scale(torch.zeros(()))  # a GradScaler makes its scale when it is first used
         skipped = (0, 1, 3) if "skipped" in request.param else ()
-        dense, (seen,) = (group["params"] for group in optimizer.param_groups)
+        params, (seen,) = (group["params"] for group in optimizer.param_groups)
 
         def step(overflows=False):
             seen.grad = torch.tensor([math.inf if overflows else 0.0])
@@ -57,10 +61,11 @@ def steps(request):
 
         for i in range(n):
             if i in skipped:
-                for p in optimizer.tables.get(0, ()):
-                    F.embedding(torch.arange(len(p)), p, sparse=True).mul(1e4).sum().backward()
-                for p in dense:
-                    p.grad = torch.full_like(p, math.inf)
+                for p in params:
+                    if p in optimizer.row_grads:
+                        look_up(optimizer, p, torch.arange(len(p))).mul(1e4).sum().backward()
+                    else:
+                        p.grad = torch.full_like(p, math.inf)
                 step(overflows=True)
             yield i, scaler.get_scale()
             step()
@@ -97,57 +102,71 @@ def test_adamw_follows_pytorchs_own_in_float64(steps):
     assert_close(params, copies, 1e-5)
 
 
-STACKS = {  # of one shape each, as one group of the optimizer has to be
+def declare_squares(p: torch.nn.Parameter) -> torch.nn.Parameter:
+    """As train.py does for its own matrices: where a side is a multiple of the other, each square is a matrix."""
+    R, C = p.shape[-2:]
+    split = (C, -2) if R % C == 0 else (R, -1) if C % R == 0 else None
+    return train.declare(p, None, train.muon(0.0, split))
+
+
+STACKS = {
     "squares": [(16, 16), (48, 16), (16, 64), (16, 16)],
+    "many shapes": [(16, 16), (40, 16), (24, 48), (3, 32, 16), (16, 16), (3, 16, 48), (5, 3)],
     "a pair": [(16, 48), (16, 16)],
     "tall and wide": [(40, 16), (16, 40), (40, 16), (16, 40)],
     "experts": [(3, 32, 16)],
     "experts and matrices": [(3, 32, 16), (16, 16), (2, 16, 16)],
     "experts that are no squares": [(4, 12, 16)],
+    "wide experts": [(4, 16, 32), (3, 16, 16)],
 }
 
 
 @pytest.mark.parametrize("shapes", STACKS)
 def test_muon_follows_its_reference_which_takes_each_expert_for_a_matrix(steps, shapes):
     params, copies = parameters(*STACKS[shapes])
+    params = [*map(declare_squares, params)]
     references = [[reference.Muon(matrix) for matrix in copy.view(-1, *copy.shape[-2:])] for copy in copies]
     optimizer = make("muon", params)
     for i, factor in steps(optimizer, 6):
         set_rates(optimizer, LR[i], DECAY[i], MOMENTUM[i])
         for n, (p, matrices) in enumerate(zip(params, references, strict=True)):
             grad = 10.0 ** (i - 3) * torch.randn(p.shape) * torch.linspace(0.2, 2, p.size(-2))[:, None]  # rows differ
-            missing = n == 3 and i in (0, 4)  # no gradient: one of zeros
+            missing = n == 3 and i in (0, 4)  # no gradient: it stays, and its momentum fades
             p.grad = None if missing else factor * grad
             for matrix, g in zip(matrices, grad.double().view(-1, *grad.shape[-2:]), strict=True):
+                before = matrix.p.clone()
                 matrix.step(g * (not missing), LR[i], DECAY[i], MOMENTUM[i])
+                if missing:
+                    matrix.p.copy_(before)
     assert_close(params, copies, 5e-5)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 64), (16, 40), (3, 32, 16), (4, 8, 16), (3, 12, 16)])
-def test_what_muon_does_to_a_stack_reaches_the_parameter(shape):
-    """A wide expert's squares would be no view: such experts stay whole."""
-    p = torch.zeros(shape)
-    stack = train.as_stack(p)
-    stack += 1
-    assert p.all() and stack.size(-1) == min(shape[-2:])
+def test_what_muon_does_to_a_matrix_reaches_the_parameter_once(shape):
+    p = declare_squares(torch.nn.Parameter(torch.zeros(shape)))
+    for matrix in train.matrices(p.data, p.optim["split"]):
+        matrix += 1
+        assert matrix.size(1) >= matrix.size(2)
+    assert (p == 1).all()
 
 
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
 def test_muon_in_fp16_follows_its_reference_where_fp16_cannot_hold_the_gradient(size):
     params, copies = parameters((16, 64))
+    params = [*map(declare_squares, params)]
     optimizer = make("muon", params, dtype=torch.float16)
     set_rates(optimizer, lr=0.1, decay=0.5, momentum=0.9)
     params[0].grad = size * torch.randn(16, 64)
     reference.Muon(copies[0]).step(params[0].grad.double(), 0.1, 0.5, 0.9)
     optimizer.step()
-    assert_close(params, copies, 2e-3)
+    assert_close(params, copies, 3e-3)
 
 
 def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gradients(steps):
     params, copies = parameters((30, 8), (50, 8))
     references = [reference.SparseAdam(copy) for copy in copies]
     before = [p.detach().clone() for p in params]
-    optimizer = make("sparse", params)
+    optimizer = make("rows", params)
     for i, factor in steps(optimizer, 6):
         set_rates(optimizer, LR[i])
         for p, r in zip(params, references, strict=True):
@@ -156,7 +175,7 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
             lookups = []
             for _ in range(1 + i % 3):  # accumulated device batches
                 ids, grads = torch.randint(0, 20, (4, 6)), 10.0 ** (i - 6) * torch.randn(4, 6, 8)
-                (factor * F.embedding(ids, p, sparse=True) * grads).sum().backward()
+                (factor * look_up(optimizer, p, ids) * grads).sum().backward()
                 lookups += zip(ids.flatten().tolist(), grads.flatten(0, 1).double(), strict=True)
             r.step(lookups, LR[i], 0.9)
     assert_close(params, copies, 1e-5)
@@ -166,15 +185,14 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
 
 def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overflows_the_row_stays():
     p = torch.nn.Parameter(torch.ones(5, 8, dtype=torch.float16))
-    optimizer = make("sparse", [p])
+    optimizer = make("rows", [p])
     set_rates(optimizer, 0.1)
     for scale in (1.0, math.inf):
-        (F.embedding(torch.tensor([1, 3]), p, sparse=True) * torch.tensor([[1.0], [scale]])).sum().backward()
-        assert p.grad.is_sparse and not optimizer.param_groups[0]["params"]
+        (look_up(optimizer, p, torch.tensor([1, 3])) * torch.tensor([[1.0], [scale]])).sum().backward()
+        assert p.grad is None and len(optimizer.row_grads[p]) == 1
         before = p.detach().clone()
         optimizer.step()
-        optimizer.zero_grad()
-        assert p.grad is None
+        assert p.grad is None and not optimizer.row_grads[p]
         moved = (p.detach() != before).any(1).tolist()
         assert moved == [False, True, False, scale == 1, False]
     (exp_avg_sq,) = optimizer.param_groups[0]["state"]
@@ -189,8 +207,7 @@ def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
     model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 2, vocab_size=40), torch.float32, "sdpa")
     optimizer = train.make_optimizer(model)
     names = {p: name for name, p in model.named_parameters()}
-    groups = list(enumerate(optimizer.param_groups))
-    held = [(names[p], group) for i, group in groups for p in group["params"] + optimizer.tables.get(i, [])]
+    held = [(names[p], group) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(name for name, _ in held) == sorted(names.values())
     return optimizer, dict(held)
 
@@ -206,18 +223,19 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         "embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.0),
         "lm_head": ("adamw", 0.4 * wide, (0.5, 0.6), 0.0),
         "value_embed": ("adamw", 0.2 * wide, (0.5, 0.6), 0.9),
-        "ngram_embeds": ("sparse", 0.3 * wide, (0.0, 0.8), 0.0),
+        "ngram_embeds": ("rows", 0.3 * wide, (0.9, 0.999), 0.01),  # of which only the rate is used
         "induction_embed": ("adamw", 0.8 * wide, (0.5, 0.6), 0.0),
         "x0_lambda": ("adamw", 0.5, (0.96, 0.95), 0.0),
         "residual_lambda": ("adamw", 0.6, (0.5, 0.6), 0.0),
         "gate": ("adamw", 0.7, (0.5, 0.6), 0.0),
         "router": ("adamw", 0.95, (0.5, 0.6), 0.0),
-        "experts": ("muon", 0.1 * 0.25, (0.5, 0.6), 0.8),
-        "blocks": ("muon", 0.1, (0.5, 0.6), 0.8),
+        "experts": ("muon", 0.1 * 0.25, (0.9, 0.999), 0.8),  # betas of no use
+        "blocks": ("muon", 0.1, (0.9, 0.999), 0.8),
     }
     for name, group in groups_by_parameter()[1].items():
         kind, lr, betas, decay = next(value for part, value in expected.items() if part in name.split("."))
         assert (group["kind"], group["betas"], group["weight_decay"]) == (kind, betas, decay), name
+        assert kind != "rows" or group["beta2"] == 0.8
         assert group["lr"] == pytest.approx(lr), name
 
 

@@ -219,8 +219,9 @@ def test_an_official_run_prints_what_the_documents_say_and_nothing_on_stderr(nig
     assert int(runs[2].summary["num_steps"]) > 100, "what is looked at every 100 steps finds nothing wrong"
     for run, row, seed in zip(runs, clone.rows, (42, 43, 42), strict=True):
         assert (run.code, run.err) == (0, "")
-        first, second, third, *_ = run.out.splitlines()
+        first, size, second, third, *_ = run.out.splitlines()
         assert first == f"cpu, {row['dataset']}, seed {seed}" and third.startswith("step 00001 ")
+        assert size == "Size by SIZES[0], for 0 FLOP/s"
         assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, .*total_batch_size=512", second)
         assert f"{run.summary['num_params_M']} M" in second
         line = r"^step \d{5} \(\d+\.\d%\) \| loss \d\.\d{4} \| [\d,]+ tok/s \| epoch 1 \| \d+ s$"
@@ -418,11 +419,11 @@ def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, 
 
 
 MLP, CALL = "self.c_proj(leaky_relu_squared(self.c_fc(x)))", "x = x + self.mlp(h)"
-HEAD_DIM = "C == self.n_head * D"
+LENGTH = "assert T <= self.config.seq_len"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
-    "sizes": (HEAD_DIM, f"1 + {HEAD_DIM}", ("AssertionError", HEAD_DIM, "self.attn, self.mlp = ")),
+    "sizes": (LENGTH, LENGTH.replace("<=", "<"), ("AssertionError", "assert T <", "loss = model(x, y) / grad_")),
 }
 
 

@@ -30,7 +30,7 @@ from night.wave import Trainer, start_pool
 SEEDS = 2  # of each version, one by one
 GPT = "self.config, self.dtype, self.attention = config, "
 OF_EXPERTS = {  # for sizes that have some
-    "experts": (GPT, f"config = dataclasses.replace(config, num_experts=0)\n        {GPT}"),
+    "experts": (GPT, f"config = replace(config, num_experts=0)\n        {GPT}"),
     "balance of the experts": ("BALANCE_RATE = 0.01", "BALANCE_RATE = 0.0 "),
     "slower experts": ("EXPERT_LR_SCALE = 0.5", "EXPERT_LR_SCALE = 1.0"),
 }

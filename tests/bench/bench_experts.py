@@ -170,7 +170,7 @@ class EqualBatches(train.Experts):
         weight = (2 * score.gather(1, expert).view(-1))[pair_at] * full  # (E, size)
         h = sum_rows(x.flatten(0, 1), (pair_at // K).view(-1, 1), slot).view(E, size, -1)
         h = weight[..., None].to(x.dtype) * train.leaky_relu_squared(h @ self.c_fc.to(x.dtype).mT)
-        h = (h @ self.c_proj.to(x.dtype)).flatten(0, 1)
+        h = (h @ self.c_proj.to(x.dtype).mT).flatten(0, 1)
         return (h[slot] * kept[..., None]).sum(1).view_as(x)
 
 

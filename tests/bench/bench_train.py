@@ -36,12 +36,12 @@ train.scale_batch = lambda config, seconds: config
 train.NGRAMS = ()
 sources = {}
 for owner, method, ours, theirs in (
-    (train.Attention, "forward", "k = torch.where(self.shifted, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
-    (train.Attention, "forward", "(y * gate[:, :, :H])", "y"),
+    (train.Attention, "forward", "k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
+    (train.Attention, "forward", "y = torch.cat(y, dim=2) * gate[:, :, :H]", "y = torch.cat(y, dim=2)"),
     (
         train.GPT,
         "trunk",
-        "torch.where(found.unsqueeze(-1), F.embedding(followers, induction_embed), induction_embed[-1])",
+        "torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])",
         "0",
     ),
     (train.GPT, "forward", "*induction(idx)", "None, None"),

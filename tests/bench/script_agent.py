@@ -21,11 +21,11 @@ from night.tune import edit, read_knobs
 EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
 EDITS |= {
     "slope of LeakyReLU^2 0.3 -> 0.5": ("F.leaky_relu(x, 0.3)", "F.leaky_relu(x, 0.5)"),
-    "MLP 4x -> 3x": ("else 4) * config.n_embd", "else 3) * config.n_embd"),
-    "MLP 4x -> 5x": ("else 4) * config.n_embd", "else 5) * config.n_embd"),
+    "MLP 4x -> 3x": ("config.num_experts else 4", "config.num_experts else 3"),
+    "MLP 4x -> 5x": ("config.num_experts else 4", "config.num_experts else 5"),
     "5-grams, too": ("NGRAMS = (2, 3, 4)", "NGRAMS = (2, 3, 4, 5)"),
     "no QK-norm": ("rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)", "rotate(q, cos, sin), rotate(k, cos, sin)"),
-    "value embeddings and x0 in every block": ("C) if i % 2 == 0 else None", "C)"),
+    "value embeddings in every block": ("gates = None, H\n        if i % 2 == 0", "gates = None, H\n        if True"),
     "x0 is not normalized": ("x = x0 = norm(x)", "x = x0 = x"),
     "Newton-Schulz: 5 -> 4 steps": ("    (2.346541, -1.709782, 0.423235),\n", ""),
     "cosine instead of linear decay": (
@@ -40,40 +40,40 @@ EDITS |= {
         "        h = torch.cat([F.pad(h[..., :n], (0, 0, 1, -1)), h[..., n:]], -1)\n",
     ),
     "half of each value is from the token before": (
-        "        parts = zip",
-        "        v = torch.where(self.shifted, F.pad(v, (0, 0, 0, 0, 1, -1)), v)\n        parts = zip",
+        "        y = []\n",
+        "        v = torch.where(self.slow, F.pad(v, (0, 0, 0, 0, 1, -1)), v)\n        y = []\n",
     ),
-    "values are normalized": ("        parts = zip", "        v = norm(v)\n        parts = zip"),
+    "values are normalized": ("        y = []\n", "        v = norm(v)\n        y = []\n"),
     "attention's output is normalized": (
-        "self.c_proj((y * gate[:, :, :H]).flatten(2))",
-        "self.c_proj(norm((y * gate[:, :, :H]).flatten(2)))",
+        "self.c_proj(y.flatten(2))",
+        "self.c_proj(norm(y.flatten(2)))",
     ),
     "queries are shifted like keys": (
-        "        parts = zip",
-        "        q = torch.where(self.shifted, F.pad(q, (0, 0, 0, 0, 1, -1)), q)\n        parts = zip",
+        "        y = []\n",
+        "        q = torch.where(self.slow, F.pad(q, (0, 0, 0, 0, 1, -1)), q)\n        y = []\n",
     ),
     "half of the shifted half of a key is from two tokens before": (
-        "        parts = zip",
+        "        y = []\n",
         "        quarter = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) >= k.size(-1) * 3 // 8\n"
-        "        k = torch.where(quarter, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n        parts = zip",
+        "        k = torch.where(quarter, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n        y = []\n",
     ),
-    "heads add the mean of all values so far": (
-        "        return self.c_proj((y",
+    "values add a tenth of the mean of all values so far": (
+        "        y = []\n",
         "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
-        "        y = y + (v.float().cumsum(1) / steps).to(y.dtype)\n        return self.c_proj((y",
+        "        mean = (v.float().cumsum(1) / steps).to(v.dtype)\n        v = v + 0.1 * mean\n        y = []\n",
     ),
     "the last head is the mean of all values so far": (
-        "        return self.c_proj((y",
+        "        return self.c_proj(y.",
         "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
         "        mean = (v[:, :, -1:].float().cumsum(1) / steps).to(y.dtype)\n"
-        "        y = torch.cat([y[:, :, :-1], mean], 2)\n        return self.c_proj((y",
+        "        y = torch.cat([y[:, :, :-1], mean], 2)\n        return self.c_proj(y.",
     ),
     "the mean of the first hidden states so far is added": (
         "        x = x0 = norm(x)\n",
         "        x = x0 = norm(x)\n        x = x + 0.5 * norm(x0.float().cumsum(1)).to(x.dtype)\n",
     ),
-    "full heads one layer earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 1)  # the first heads"),
-    "full heads two layers earlier": ("(i % 4 == 0)  # the first heads", "(i % 4 == 2)  # the first heads"),
+    "full heads one layer earlier": ("full_heads if i % 4 == 0", "full_heads if i % 4 == 1"),
+    "full heads two layers earlier": ("full_heads if i % 4 == 0", "full_heads if i % 4 == 2"),
     "a document's first token is no target": (
         "loss = model(x, y) / grad",
         "loss = model(x, torch.where(y == config.vocab_size - 4, -1, y)) / grad",
@@ -82,15 +82,11 @@ EDITS |= {
     "induction by 4 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 4).sort"),
     "Adam's first beta 0.8 -> 0.9": ("ADAM_BETAS = (0.8, ", "ADAM_BETAS = (0.9, "),
     "Adam's second beta 0.98 -> 0.99": ("ADAM_BETAS = (0.8, 0.98)", "ADAM_BETAS = (0.8, 0.99)"),
-    "tables' second moment 0.8 -> 0.9": ("betas=(0.0, 0.8)", "betas=(0.0, 0.9)"),
-    "all kinds of tables decay": ('!= "sparse":  # constant LR', '!= "":  # constant LR'),
-}
-EDITS |= {
-    f"{who} 1.4 times as fast": (
-        "SCALE if p.ndim == 3 else 1)",
-        f'SCALE if p.ndim == 3 else 1.4 if "{key}" in name else 1)',
-    )
-    for who, key in (("MLPs learn", "mlp"), ("attention learns", "attn"), ("output matrices learn", "c_proj"))
+    "tables' second moment 0.8 -> 0.9": ("beta2=0.8", "beta2=0.9"),
+    "queries, keys and values are one matrix to Muon": (", split=(self.qkv, -2))", ")"),
+    "the MLP's first matrix is one to Muon": ("C**-0.5, split=(C, -2))", "C**-0.5)"),
+    "the MLP's second matrix is one to Muon": ("C, 0, split=(C, -1))", "C, 0)"),
+    "all kinds of tables decay": ('!= "rows":  # constant LR', '!= "":  # constant LR'),
 }
 
 
