@@ -55,21 +55,25 @@ def read_knobs(
     """The top-level constants of a train.py, and those in `searched` of the sizes for `peak` FLOP/s; or only `names`.
 
     Raises PrepareError for unknown names."""
-    nodes, fields, rows, sizes = {}, {}, [], {}
+    nodes, fields, rows, size, sizes = {}, {}, [], None, {}
     for node in ast.parse(source).body:
         match node:
             case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
                 pass
+            case ast.Assign([ast.Name("SIZE")], ast.Call() as size):  # replaces all rows
+                pass
             case ast.Assign([ast.Name(name)], value):
                 nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
             case ast.ClassDef(name):
-                fields[name] = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]
-    for row in rows:
+                fields[name] = {item.target.id: item.value for item in node.body if isinstance(item, ast.AnnAssign)}
+    for row in [ast.Tuple([ast.Constant(0), size])] if size else rows:
         match row:
             case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
-                sizes = dict(zip(fields.get(name, ()), args, strict=False))
+                defaults = fields.get(name, {})
+                sizes = defaults | dict(zip(defaults, args, strict=False))
                 sizes |= {word.arg: word.value for word in keywords}
     lines = source.splitlines()
+    sizes = {name: node for name, node in sizes.items() if node}
     values = {name: number(node) for name, node in sizes.items()}
     named = {name: (node, {}) for name, node in nodes.items() if node}
     named |= {name: (node, values) for name, node in sizes.items()}

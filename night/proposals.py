@@ -132,7 +132,8 @@ def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) 
     if same:
         return f"the same train.py as {same[0]}, but for comments and whitespace"
     if live is not None and program(text, live) == program(before, live):
-        return f"it changes only sizes of other GPUs: here SIZES[{live}] counts"
+        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
+        return f"it changes only sizes of other GPUs: {used}"
     return ""
 
 
@@ -147,7 +148,8 @@ def live_row(rows: list[dict]) -> int | None:
 
 def program(text: bytes, live: int | None = None) -> str:
     """Equal for two files that do the same but for comments, docstrings and layout; if it does not parse, its words.
-    live: leaves out the sizes in other rows of SIZES, but not from which FLOP/s on they are taken."""
+    live: leaves out the sizes in other rows of SIZES, but not from which FLOP/s on they are taken; if SIZE is set, all
+    rows."""
     if not (tree := parse(text)):
         return str(text.split())
     for node in ast.walk(tree):
@@ -156,8 +158,15 @@ def program(text: bytes, live: int | None = None) -> str:
                 node.body = rest
         match node:
             case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
-                node.value.elts = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
+                kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
+                node.value.elts = [] if sets_size(tree) else kept
     return ast.dump(tree)
+
+
+def sets_size(tree: ast.Module) -> bool:
+    """Whether a train.py sets SIZE, which replaces SIZES."""
+    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache

@@ -662,6 +662,19 @@ def test_an_edit_of_other_gpus_sizes_alone_is_refused(played, monkeypatch):
     assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
 
 
+def test_while_size_is_set_an_edit_of_sizes_alone_is_refused_on_every_gpu():
+    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n)\nrun()\n"
+
+    def fault(old: str, new: str, text: str = train) -> str:
+        return proposals.fault(text.encode(), text.replace(old, new).encode(), set(), 1)
+
+    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
+    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
+    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
+    assert not fault("f(4)", "f(6)", train.replace("f(2)", "None"))
+    assert not fault("None", "f(4)", train.replace("f(2)", "None")), "it sets SIZE to what counted before, perhaps"
+
+
 def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):
     night = played.loop("--agent=true", "--patience=3")
     night.dry = lambda: 3

@@ -122,6 +122,15 @@ def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
     assert choices == {"n_embd": (128, 160, 192), "window": (64, 128, 256), "seq_len": (64, 128, 256, 512, 1024)}
 
 
+def test_a_size_that_replaces_all_rows_is_the_one_in_use_and_defaults_count_beside_it():
+    source = HOSTILE.replace(b"head_dim: int;", b"head_dim: int = 32;") + b"SIZE = Config(7, 64, full_heads=2)\n"
+    choices = {knob.name: knob.choices for knob in read_knobs(source, 5e12, ["depth", "n_embd"])}
+    assert choices == {"depth": (5, 6, 7, 8, 9), "n_embd": (64, 96, 128)}
+    (head_dim,) = read_knobs(source, 5e12, ["head_dim"])
+    assert b"head_dim: int = 16;" in edit(source, {head_dim: 16})
+    assert read_knobs(source.replace(b"SIZE = Config(7", b"SIZE = None  # Config(7"), 0, ["n_embd"])[0].value == 128
+
+
 def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     knobs = {knob.name: knob for knob in read_knobs(HOSTILE, 5e12)}
     wanted = {"A_LR": 0.0234567, "STEPS": 123.4, "LONG": 2.3e6, "n_embd": 600, "window": 999}
