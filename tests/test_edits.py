@@ -1,0 +1,341 @@
+"""Ordinary edits of train.py's text: each touches one place, or two, and trains as it is meant to.
+
+The table in docs/edits.md is printed by `PYTHONPATH=. python tests/test_edits.py`.
+
+Each edited file runs its own train() for a few steps of a tiny model: on the CPU in fp32, on a GPU in bf16 and fp16.
+The initial loss is that of a uniform guess, the loss falls, and every parameter moves, but for those that the edit
+freezes or leaves unused.
+"""
+
+import dataclasses
+import math
+import re
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from small_corpus import ROOT
+
+import train
+from harness import GPU, Clock
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SOURCE = (ROOT / "train.py").read_text()
+STEPS = 4
+TINY = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=32, full_heads=1, device_batch_size=4)
+TINY |= dict(total_batch_size=256, ngram_rows=512)
+
+
+@dataclass
+class Edit:
+    places: list[tuple[str, str]] = field(default_factory=list)  # old and new text
+    sizes: dict = field(default_factory=dict)  # fields of the Config in SIZE, which is one place
+    still: str = r"$^"  # parameters that must not move
+    says: str = ""  # a line that the run must print
+    only_fp32: bool = False
+
+
+def replace(old: str, new: str, **options) -> Edit:
+    return Edit([(old, new)], **options)
+
+
+def after(old: str, new: str) -> tuple[str, str]:
+    return old, old + new
+
+
+def before(old: str, new: str) -> tuple[str, str]:
+    return old, new + old
+
+
+RETURN_OPTIMIZER = '    return MuonAdamW([group for group in groups.values() if group["params"]], model.dtype)\n'
+STEP = "    scaler.step(optimizer)\n"
+MLP = """\
+        C, factor = config.n_embd, 2 if config.num_experts else 4
+        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # squares
+        self.c_proj = block_linear(factor * C, C, 0, split=(C, -1))
+
+    def forward(self, x):
+        return self.c_proj(leaky_relu_squared(self.c_fc(x)))
+"""
+SWIGLU = """\
+        C, width = config.n_embd, config.n_embd * 8 // 3 // 8 * 8
+        self.c_gate, self.c_up = (block_linear(C, width, INIT_SCALE * C**-0.5) for _ in range(2))
+        self.c_proj = block_linear(width, C, 0)
+
+    def forward(self, x):
+        return self.c_proj(F.silu(self.c_gate(x)) * self.c_up(x))
+"""
+LINEAR = """\
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+"""
+BIASES = """\
+        super().__init__(inputs, outputs, bias=True)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+"""
+LION = """\
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p -= group["lr"] * torch.sign(0.9 * m + 0.1 * p.grad)
+                m.lerp_(p.grad, 0.01)
+
+
+"""
+BLOCK = "        self.experts = Experts(config) if config.num_experts else None\n"
+HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
+LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
+QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"
+SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+ALIBI = """\
+    distance = torch.arange(W, device=q.device)[:, None] - torch.arange(W, device=q.device)
+    slope = 2.0 ** -torch.arange(1, H + 1, device=q.device).view(-1, 1, 1)
+    bias = torch.where(distance < 0, -torch.inf, -slope * distance).to(q.dtype)
+"""
+INIT = "        model.init_weights()\n    if device.type"
+
+EDITS = {
+    # What crashed, or trained another function in silence
+    "gradients clipped": replace(STEP, """\
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+"""),
+    "AdamW for all": replace(RETURN_OPTIMIZER, "    return torch.optim.AdamW(model.parameters(), 3e-3)\n"),
+    "plain SGD": replace(RETURN_OPTIMIZER, "    return torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)\n"),
+    "Lion by hand": Edit([
+        before("def make_optimizer", LION), (RETURN_OPTIMIZER, "    return Lion(model.parameters(), 1e-3)\n"),
+    ]),
+    "a second step per batch": replace(*after("    scaler.update()\n", "    optimizer.step()\n")),
+    "c_proj renamed": Edit([
+        ("self.c_proj = block_linear(factor", "self.out = block_linear(factor"),
+        ("self.c_proj(leaky", "self.out(leaky"),
+    ]),
+    "GQA": Edit([
+        ("self.qkv = [C, C, C]", "self.qkv = [C, D, D]"),
+        after(QKV, "        k, v = (t.repeat_interleave(H // t.size(2), 2) for t in (k, v))\n"),
+    ]),
+    "1 of 4 experts": Edit(sizes=dict(num_experts=4, experts_per_token=1)),
+    "4 of 8 experts": Edit(sizes=dict(num_experts=8, experts_per_token=4)),
+    "a matrix that nothing uses": replace(
+        *after(BLOCK, "        self.spare = block_linear(config.n_embd, config.n_embd, 0.1)\n"), still="spare"
+    ),
+    "LayerNorm": Edit([
+        after(BLOCK, "        self.norm = nn.LayerNorm(config.n_embd)\n"),
+        ("        h = norm(x)\n", "        h = self.norm(x.float()).to(x.dtype)\n"),
+    ], says=r"blocks\.\*\.norm\.bias declares no optimizer: adamw"),
+    "RMSNorm with weights": Edit([
+        after(BLOCK, "        self.scale = nn.Parameter(torch.ones(config.n_embd))\n"),
+        ("        h = norm(x)\n", "        h = norm(x) * self.scale.to(x.dtype)\n"),
+    ], says=r"blocks\.\*\.scale declares no optimizer: adamw"),
+    "biases": replace(LINEAR, BIASES, still=r"lm_head\.bias", says=r"c_fc\.bias declares no optimizer: adamw"),
+    "a scalar": Edit([
+        after(BLOCK, "        self.strength = nn.Parameter(torch.ones(()))\n"),
+        ("x = x + self.mlp(h)", "x = x + self.strength * self.mlp(h)"),
+    ]),
+    "a convolution": Edit([
+        after(BLOCK, "        self.conv = nn.Parameter(torch.zeros(config.n_embd, 1, 3))\n"),
+        ("        h = norm(x)\n", """\
+        h = F.conv1d(F.pad(norm(x).mT, (2, 0)), self.conv.to(x.dtype), groups=x.size(-1)).mT
+        h = norm(x) + h
+"""),
+    ], says=r"blocks\.\*\.conv declares no optimizer: adamw"),
+    "a matrix that declares nothing": Edit([
+        after(BLOCK, "        self.mixer = Linear(config.n_embd, config.n_embd)\n"),
+        ("x = x + self.mlp(h)", "x = x + self.mlp(self.mixer(h))"),
+    ], says=r"blocks\.\*\.mixer\.weight declares no optimizer: muon, lr 0\.04"),
+    "T = 300": Edit(sizes=dict(seq_len=300, device_batch_size=1, total_batch_size=300)),
+    "T = 397, a prime": Edit(sizes=dict(seq_len=397, window=96, device_batch_size=1, total_batch_size=397)),
+    "a frozen embedding": replace(INIT, INIT.replace("\n", "\n        model.embed.requires_grad_(False)\n", 1),
+                                  still=r"^embed"),
+    "frozen tables": replace(INIT, INIT.replace("\n", "\n        model.ngram_embeds.requires_grad_(False)\n", 1),
+                             still="ngram"),
+    "an average of the weights": Edit([
+        after("    optimizer, scaler = make_optimizer(model), make_scaler(model)\n",
+              "    import copy\n    average = copy.deepcopy(model)\n"),
+        ("        epochs_left = reset_tables(", """\
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters()):
+                a.lerp_(p, 0.5)
+        epochs_left = reset_tables("""),
+    ]),
+    "tied embeddings": Edit([
+        after(HEAD, "        self.lm_head.weight = self.embed.weight\n"),
+        ("nn.Embedding(V, C), nn.init.normal_,", "nn.Embedding(V, C), 0.02,"),
+    ]),
+    # What has always worked, or nearly
+    "deeper": Edit(sizes=dict(depth=5)),
+    "wider": Edit(sizes=dict(n_embd=96)),
+    "other heads": Edit(sizes=dict(head_dim=16, full_heads=3)),
+    "half the context": Edit(sizes=dict(seq_len=32)),
+    "accumulated gradients": Edit(sizes=dict(device_batch_size=1)),
+    "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
+    "tables by AdamW": replace("row_adam(NGRAM_LR, n_embd, beta2=0.8)", "adamw(NGRAM_LR, n_embd)"),
+    "SwiGLU": replace(MLP, SWIGLU),
+    "dropout": replace("x = x + self.mlp(h)", "x = x + F.dropout(self.mlp(h), 0.1, self.training)"),
+    "cosine schedule": replace(
+        "(1 - (1 - FINAL_LR) * progress)", "(0.55 + 0.45 * math.cos(math.pi * progress))"
+    ),
+    "warm-up": replace("(1 - (1 - FINAL_LR) * progress)", "min(1, 0.3 + progress)"),
+    "z-loss": replace(LOSS, """\
+        loss, lse = fused_linear_cross_entropy(x, self.lm_head.weight, targets, return_lse=True, **options)
+        return loss + 1e-4 * lse.square().mean() if self.training else loss
+"""),
+    "a second token is predicted": Edit([
+        after(HEAD, "        self.next_head = declare(Linear(C, V), 0, adamw(UNEMBEDDING_LR, C))\n"),
+        (LOSS, """\
+        loss = fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)
+        if self.training:
+            x, targets = x[:, :-1].contiguous(), targets[:, 1:].contiguous()
+            next_loss = fused_linear_cross_entropy(x, self.next_head.weight, targets, **options)
+            loss = (loss + next_loss) / 2
+        return loss
+"""),
+    ]),
+    "full heads elsewhere": replace("full_heads if i % 4 == 0 else 0", "full_heads if i % 4 == 1 else 0"),
+    "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
+    "ALiBi": Edit([
+        (f"    y = {SDPA}", f"{ALIBI}    y = {SDPA}".replace("is_causal=True", "attn_mask=bias")),
+        ('"fa3" if gpu.has_fa3 else "fa2"', '"sdpa"'),
+    ]),
+    "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),
+    "parallel attention and MLP": replace(
+        "        x = x + self.attn(norm(x), idx, cos, sin)\n        h = norm(x)\n",
+        "        h = norm(x)\n        x = x + self.attn(h, idx, cos, sin)\n",
+    ),
+}  # fmt: skip
+RARE = {  # tested with -m slow alone: rare, or never known to fail
+    "Lion by hand", "a convolution", "T = 397, a prime", "a frozen embedding", "frozen tables", "deeper", "wider",
+    "other heads", "half the context", "cosine schedule", "warm-up", "windows that grow", "full heads elsewhere",
+    "fp32 everywhere", "parallel attention and MLP",
+}  # fmt: skip
+
+
+# In the train.py of commit 0639019: how many places an edit took, and what happened if only these were edited; on a CPU
+# in fp32, unless it says otherwise
+EARLIER = {
+    "gradients clipped": (1, "NotImplementedError: clip_grad_norm_ met the sparse gradients of the tables"),
+    "AdamW for all": (2, "RuntimeError: Adam does not support sparse gradients; fp16: Attempting to unscale"),
+    "plain SGD": (1, "trained in fp32; fp16: Attempting to unscale FP16 gradients"),
+    "Lion by hand": (3, "NotImplementedError: lerp_ met sparse gradients"),
+    "a second step per batch": (1, "trained in fp32; fp16: no attribute grad_scale"),
+    "c_proj renamed": (3, "trained, but c_proj no longer began at zero; not a word"),
+    "GQA": (3, "trained, but Muon took q, k and v for one matrix; not a word"),
+    "1 of 4 experts": (2, "trained, but Muon's scale of the experts' c_proj was off by a factor; not a word"),
+    "4 of 8 experts": (2, "trained, but Muon's scale of the experts' c_proj was off by a factor; not a word"),
+    "a matrix that nothing uses": (1, "trained, but weight decay shrank the matrix"),
+    "LayerNorm": (4, "AssertionError: init_weights sets no blocks.0.norm.weight, then one in make_optimizer"),
+    "RMSNorm with weights": (4, "AssertionError: init_weights sets no blocks.0.scale, then one in make_optimizer"),
+    "biases": (3, "AssertionError: init_weights sets no blocks.0.attn.c_qkv.bias, then one in make_optimizer"),
+    "a scalar": (4, "AssertionError: init_weights sets no blocks.0.strength, then one in make_optimizer"),
+    "a convolution": (3, "AssertionError: no group for blocks.0.conv (64, 1, 3)"),
+    "T = 300": (1, "AssertionError: SDPA cuts whole pieces"),
+    "T = 397, a prime": (1, "AssertionError: SDPA cuts whole pieces"),
+    "tied embeddings": (3, "trained from an initial loss of 13.0: no way to say how the matrix begins"),
+    "a second token is predicted": (4, "AssertionError: init_weights sets no next_head.weight, then another one"),
+}  # fmt: skip
+
+
+def table() -> str:
+    """For docs/edits.md."""
+    rows = ["| edit | places | places earlier | earlier run | a run says |", "| --- | --- | --- | --- | --- |"]
+    for name, edit in EDITS.items():
+        places = len(edit.places) + bool(edit.sizes)
+        earlier, outcome = EARLIER.get(name, (places, "trained"))
+        says = edit.says.replace("\\", "").replace("*", r"\*")
+        rows.append(f"| {name} | {places} | {earlier} | {outcome} | {says} |")
+    return "\n".join(rows) + "\n"
+
+
+def edited(edit: Edit) -> types.ModuleType:
+    """train.py with the edit, and with a tiny SIZE."""
+    sizes = ", ".join(f"{name}={value}" for name, value in (TINY | edit.sizes).items())
+    text = SOURCE
+    for old, new in [*edit.places, ("SIZE = None", f"SIZE = Config({sizes})")]:
+        assert text.count(old) == 1, f"{text.count(old)} times in train.py: {old}"
+        text = text.replace(old, new)
+    module = types.ModuleType("edited")
+    sys.modules["edited"] = module
+    exec(compile(text, "train.py", "exec"), vars(module))
+    return module
+
+
+def run(edit: Edit, tokenizer, device: torch.device, gpu: GPU, capsys) -> None:
+    module = edited(edit)
+    losses, initial, real = [], {}, module.train_step
+
+    def train_step(model, optimizer, scaler, loader):
+        if not losses:  # the warm-up, and the first step
+            initial.update((name, p.detach().clone()) for name, p in model.named_parameters())
+        loss, epoch = real(model, optimizer, scaler, loader)
+        losses.extend([loss.item()] if epoch else [])
+        return loss, epoch
+
+    def make_scaler(model):  # with a scale at which no step overflows
+        return torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=model.dtype == torch.float16)
+
+    module.train_step, module.make_scaler = train_step, make_scaler
+    config = module.SIZE
+    try:
+        clock = Clock(tokens=STEPS * config.total_batch_size)
+        model, _ = module.train(clock, tokenizer, device, 0, gpu)
+    finally:
+        del sys.modules["edited"]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.02, losses
+    assert losses[0] == pytest.approx(math.log(tokenizer.get_vocab_size()), abs=0.1)
+    for name, p in model.named_parameters():
+        moved = not torch.equal(p.to(initial[name].dtype), initial[name])
+        assert moved != bool(re.search(edit.still, name)), f"{name} {'moved' if moved else 'did not move'}"
+    x = torch.randint(tokenizer.get_vocab_size(), (2, config.seq_len), device=device)
+    with torch.no_grad():
+        logits = model(x)
+        expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        y = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-1)
+        assert model(x, y).item() == pytest.approx(expected.item(), rel=5e-3), "what is for training only is scored"
+    assert re.search(edit.says, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in EDITS]
+)
+def test_an_ordinary_edit_in_one_place_or_two_trains(name, tokenizer, capsys):
+    edit = EDITS[name]
+    assert 1 <= len(edit.places) + bool(edit.sizes) <= 2
+    run(edit, tokenizer, torch.device("cpu"), GPU(None, 0.0), capsys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_ordinary_edit_trains_in_half_precision(name, capability, tokenizer, capsys, monkeypatch):
+    if torch.cuda.get_device_capability() < capability:
+        pytest.skip("not on this GPU")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds each
+    run(EDITS[name], tokenizer, torch.device("cuda"), GPU(capability, 0.0), capsys)
+
+
+def test_the_table_in_the_docs_is_that_of_these_edits():
+    assert table() in (ROOT / "docs" / "edits.md").read_text()
+
+
+def test_there_are_edits_enough():
+    assert len(EDITS) >= 24 and EDITS.keys() > RARE | EARLIER.keys()
+    assert dataclasses.asdict(train.Config(**TINY)).items() >= TINY.items()
+
+
+if __name__ == "__main__":
+    print(table(), end="")
