@@ -92,6 +92,9 @@ def pick_gpu(name: str | None = None) -> tuple:
         check_kernels()
         if name is None and (line := doubt(torch.cuda.get_device_properties())):
             print(line)
+        free, total = torch.cuda.mem_get_info()
+        if free < total / 2:
+            print(f"Others use {(total - free) / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: memory may run out")
     if gpu.capability == (9, 0) and not gpu.has_fa3:
         print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
     return torch.device("cuda" if gpu.capability else "cpu"), gpu

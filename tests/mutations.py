@@ -527,6 +527,7 @@ SECTIONS = [
         ("a <= here and (", "(a <= here or "),
         ('kind == "compute" or a[0] == here[0]', 'kind == "compute"'),
         ('kind == "compute" or a[0] == here[0]', "a[0] == here[0]"),
+        ("if free < total / 2:", "if free < 0:"),
         ("if here < (7, 5) else", "if here < (7, 0) else"),
         ('os.environ.get("CC") or shutil', "shutil"),
         ('os.environ.setdefault("USER", str(os.getuid()))', "pass"),

@@ -66,6 +66,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(**properties))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory, memory))
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75", "sm_80", "sm_90", "compute_90"])
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.syspath_prepend(tmp_path)
@@ -137,6 +138,13 @@ def test_a_gpu_that_this_pytorch_has_no_kernels_for_is_refused_with_the_index_th
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
         with pytest.raises(prepare.PrepareError, match="the newest"):
             harness.pick_gpu()
+
+
+def test_a_gpu_that_is_mostly_taken_is_told_of_before_memory_runs_out(machine, monkeypatch, capsys):
+    machine("Tesla T4", (7, 5), 40, 1590)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * 2**30, 16 * 2**30))
+    harness.pick_gpu()
+    assert capsys.readouterr().out == "Others use 12.0 of this GPU's 16.0 GiB: memory may run out\n"
 
 
 def test_without_a_c_compiler_the_run_ends_in_a_line(machine, monkeypatch):
@@ -226,7 +234,9 @@ def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
     monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(default))  # restored later
 
     def in_one_pass(hint: ReductionHint, length: int) -> bool:
-        features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=Integer(length))
+        features = SimpleNamespace(
+            get_reduction_hint=lambda: hint, reduction_numel=Integer(length), strict_sum_rblock=lambda: None
+        )
         with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
             return InductorChoices.should_use_persistent_reduction(features, False)
 
