@@ -17,7 +17,7 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a Linux CPU without Triton
+except ImportError:  # on a CPU
     triton = None
 jit = triton.jit if triton else lambda function: function
 
@@ -36,7 +36,7 @@ def _check_devices(first, *others):
 # ---- Fused (linear) cross-entropy
 # The loss of logits z = x W^T with targets y, without storing all (N, V) logits. For each chunk of rows:
 #
-#     z = x W^T                             cuBLAS, into one buffer that all chunks share
+#     z = x W^T                             cuBLAS, into a buffer that chunks share
 #     s = c tanh(z / c)                     softcap; s = z without one
 #     lse = log sum exp(s)
 #     loss = lse - s_y
@@ -45,9 +45,8 @@ def _check_devices(first, *others):
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
 # The middle five lines are one Triton launch that keeps rows of up to 16384 logits in registers. The GEMMs are not in
-# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. The
-# forward of a mean or a sum also computes the gradients; the backward multiplies them by a scalar. GEMMs run in x's
-# dtype, the rest in fp32. g / n underflows in fp16, so z holds 2^15 g there, and 1/n is applied at the end.
+# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. As
+# g / n underflows in fp16, z holds 2^15 g there, and 1/n is applied at the end.
 
 
 @jit
@@ -361,7 +360,7 @@ def fused_cross_entropy(
 # dequantized W for the backward, even under no_grad. So dequantization and GEMM are one opaque op.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FEW_ROWS = 16  # for up to this many rows of x, bitsandbytes' CUDA op takes one launch and stores no dequantized W
+FEW_ROWS = 16  # up to this many rows of x, bitsandbytes' CUDA op is one launch that stores no W
 
 
 def _check_format(shape, quant_type, block_size):
@@ -412,7 +411,7 @@ def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP
     i = tl.arange(0, 8)
     for part in tl.static_range(4):
         word = first + part * BLOCK
-        nibble = (packed[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8), high half of each byte first
+        nibble = (packed[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8)
         w = tl.gather(code, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * absmax[part][:, None]
         tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
 
@@ -539,7 +538,7 @@ class Linear4bit(nn.Module):
         if x.dtype not in FLOATS or x.shape[-1] != k:
             raise ValueError(f"need floats (..., {k}), not {x.dtype} {tuple(x.shape)}")
         _check_devices(packed, x, absmax, self.weight, self.bias)
-        if torch.is_autocast_enabled(x.device.type):  # register_autocast would also round absmax
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.is_grad_enabled():
             return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
@@ -551,7 +550,7 @@ class Linear4bit(nn.Module):
 
 @jit
 def _row_adam_kernel(
-    table, exp_avg_sq, ids, order, grads, lr, beta2, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
+    table, state, ids, order, grads, lr, beta2, half_lr, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per sorted id. The first program of each row sums its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
@@ -571,49 +570,51 @@ def _row_adam_kernel(
         total /= tl.load(loss_scale)
         mean_sq = tl.sum(total * total, 0) / C
         if (tl.load(found_inf) == 0) & (mean_sq < float("inf")):  # false for NaN
-            old = tl.load(exp_avg_sq + row)
+            old, updates = tl.load(state + row * 2), tl.load(state + row * 2 + 1)
             v = tl.where(old == 0, mean_sq, old + (1 - beta2) * (mean_sq - old))
-            tl.store(exp_avg_sq + row, v)
+            tl.store(state + row * 2, v)
+            tl.store(state + row * 2 + 1, updates + 1)
             target = table + row * C + cols
             weight = tl.load(target, mask=cols < C).to(tl.float32)
-            tl.store(target, weight - lr / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
+            tl.store(target, weight - lr / (1 + updates / half_lr) / (tl.sqrt(v) + 1e-10) * total, mask=cols < C)
 
 
-def _row_adam_triton(table, exp_avg_sq, ids, grads, *scalars):
+def _row_adam_triton(table, state, ids, grads, *scalars):
     ids, order = ids.sort(stable=True)  # a fixed order: reproducible
     (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
-    _row_adam_kernel[(n,)](table, exp_avg_sq, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
+    _row_adam_kernel[(n,)](table, state, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
 
-def _row_adam_torch(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf):
+def _row_adam_torch(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf):
     """`_row_adam_triton` in plain PyTorch."""
     rows, inverse = ids.unique(return_inverse=True)
     total = grads.new_zeros(len(rows), grads.shape[1], dtype=torch.float32).index_add_(0, inverse, grads.float())
     total /= loss_scale
     mean_sq = total.square().mean(1, keepdim=True)
     skip = (found_inf > 0) | ~mean_sq.isfinite()
-    old, weight = exp_avg_sq[rows], table[rows].float()
+    (old, updates), weight = state[rows].split(1, 1), table[rows].float()
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
-    exp_avg_sq[rows] = torch.where(skip, old, v)
-    table[rows] = torch.where(skip, weight, weight - lr / (v.sqrt() + 1e-10) * total).to(table.dtype)
+    state[rows] = torch.where(skip, state[rows], torch.cat([v, updates + 1], 1))
+    moved = weight - lr / (1 + updates / half_lr) / (v.sqrt() + 1e-10) * total
+    table[rows] = torch.where(skip, weight, moved).to(table.dtype)
 
 
 @torch.no_grad()
 def row_adam_(
-    table: Tensor, exp_avg_sq: Tensor, ids: Tensor, grads: Tensor,
-    lr: float, beta2: float, loss_scale: Tensor, found_inf: Tensor,
+    table: Tensor, state: Tensor, ids: Tensor, grads: Tensor,
+    lr: float, beta2: float, half_lr: float, loss_scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
     """Adam without momentum, in place, on the rows of table (R, C) that a batch touched; one second moment per row.
 
-    grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. exp_avg_sq
-    (R, 1), fp32, is 0 until a row's first gradient: that step has RMS lr. A row whose gradient is not finite is
-    left alone; so are all if found_inf is not 0."""
-    _check_devices(table, exp_avg_sq, ids, grads, loss_scale, found_inf)
-    (r, c), stored = table.shape, (table.stride(), exp_avg_sq.shape, exp_avg_sq.is_contiguous(), grads.shape)
-    if stored != ((c, 1), (r, 1), True, (len(ids), c)):  # the kernel would write elsewhere
+    grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. state
+    (R, 2), fp32, from zeros: a row's second moment and number n of updates. Its rate is lr / (1 + n / half_lr), its
+    first step has RMS lr. A row whose gradient is not finite is left alone; so are all if found_inf is not 0."""
+    _check_devices(table, state, ids, grads, loss_scale, found_inf)
+    (r, c), stored = table.shape, (table.stride(), state.shape, state.is_contiguous(), grads.shape)
+    if stored != ((c, 1), (r, 2), True, (len(ids), c)):  # the kernel would write elsewhere
         raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
-    step(table, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
+    step(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf)
 
 
 # ---- Sums of rows

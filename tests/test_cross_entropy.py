@@ -105,8 +105,8 @@ def rows_by_autograd(logits, targets, row_scale, softcap=None, ignore_index=-1, 
 
 
 @pytest.mark.parametrize("rows", ROW_KERNELS)
-@pytest.mark.parametrize("softcap", [None, 1.0, 15.0, 30.0])
-@pytest.mark.parametrize("v", [1, 41, 300, 8192, *(pytest.param(v, marks=pytest.mark.slow) for v in (32000, 50257))])
+@pytest.mark.parametrize("softcap", [None, 1.0, 15.0])
+@pytest.mark.parametrize("v", [1, 41, 8192, *(pytest.param(v, marks=pytest.mark.slow) for v in (32000, 50257))])
 def test_rows_match_float64(rows, v, softcap, device):
     logits = 5 * torch.randn(5, v, generator=torch.Generator().manual_seed(v)).to(device)
     targets = torch.tensor([0, v - 1, v // 2, -1, v // 3], device=device)
@@ -181,7 +181,7 @@ def test_scaling_multiplies_in_fp32(device):
 # The linear operator
 # ----------------------------------------------------------------------------------------------------------------------
 
-SHAPES = [(1, 16, 1), (1, 32, 300), (77, 24, 1), (289, 64, 512), (9 * 7, 48, 41), (3 * 423, 32, 1000)] + [
+SHAPES = [(1, 32, 300), (77, 24, 1), (9 * 7, 48, 41), (3 * 423, 16, 130)] + [
     pytest.param((n, 256, v), marks=pytest.mark.gpu)
     for n, v in [(2 * 4096, 32000), (3 * 423, 32000), (8192, 49152), (4096, 50257), (512, 128256), (300, 262144)]
 ]
@@ -245,10 +245,10 @@ def test_leading_dimensions(device):
     torch.testing.assert_close(loss, fused_linear_cross_entropy(x, weight, targets), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0, 30.0])
+@pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, device):
-    n, d, v = (4096, 512, 8192) if device.type == "cuda" else (700, 128, 2000)
+    n, d, v = (4096, 512, 8192) if device.type == "cuda" else (520, 64, 500)
     x, weight, targets = example(n, d, v, dtype, device)
     reference = in_float64(x, weight, targets, softcap=softcap)
     ours = gradients(fused_linear_cross_entropy, x, weight, targets, softcap=softcap)
@@ -265,7 +265,7 @@ def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, devic
 def test_small_fp16_gradients_survive_a_batch_of_262144(scale, spread, device):
     """1/N is 4e-6 and most probabilities are below 1e-4. Their product is zero in fp16, and so is much of dx / N unless
     the loss scale is applied first. At a scale of 1 the weight is large, since fp16 could not hold dx itself."""
-    n, d, v = 2**18 - 1, 16, 8192 if device.type == "cuda" else 32
+    n, d, v = (2**18 - 1, 16, 8192) if device.type == "cuda" else (2**18 - 1, 4, 8)
     x, weight, targets = example(n, d, v, torch.float16, device)
     x, weight = x.detach() / spread, spread * weight.detach()
     options = {"softcap": 15.0, "factor": scale}
@@ -360,9 +360,9 @@ STRIDES = {"row-strided": lambda t: torch.stack([t, t + 1], 1)[:, 0], "column-ma
 @pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES)
 def test_any_strides(strided, repeated, device, monkeypatch):
     monkeypatch.setattr(kernels, "_rows", kernels._rows_triton)  # which takes a row stride and nothing else
-    x, weight, targets = example(60, 32, 40, torch.float32, device)
+    x, weight, targets = example(12, 32, 40, torch.float32, device)
     targets = targets.clamp_min(0)
-    targets = targets[:1].expand(60) if repeated else torch.stack([targets, targets + 1], 1)[:, 0]
+    targets = targets[:1].expand(12) if repeated else torch.stack([targets, targets + 1], 1)[:, 0]
     logits, x, weight = (strided(t.detach()).requires_grad_() for t in (x @ weight.T, x, weight))
     expected = F.cross_entropy(logits, targets)
     (dlogits,) = torch.autograd.grad(expected, logits)
@@ -460,23 +460,21 @@ def test_activation_checkpointing(reentrant, device):
     torch.testing.assert_close(gradients(checkpointed, x, weight, targets), expected)
 
 
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("function", ALL)
-def test_compiles_into_one_graph_with_the_same_results(function, reduction, device):
+def test_compiles_into_one_graph_with_the_same_results(function, reduction, backend, device):
     x, weight, targets = example(90, 16, 30, torch.bfloat16, device)
     options = {"softcap": 15.0, "reduction": reduction}
     torch._dynamo.reset()
-    compiled = gradients(torch.compile(function, fullgraph=True), x, weight, targets, **options)
-    torch.testing.assert_close(compiled, gradients(function, x, weight, targets, **options), rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("function", ALL)
-def test_compiles_without_gradients(function, device):
-    x, weight, targets = (t.detach() for t in example(90, 16, 30, torch.bfloat16, device))
-    torch._dynamo.reset()
-    torch.testing.assert_close(
-        torch.compile(function, fullgraph=True)(x, weight, targets), function(x, weight, targets)
-    )
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    result, expected = (gradients(f, x, weight, targets, **options) for f in (compiled, function))
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-3)
+    x, weight = x.detach(), weight.detach()
+    torch.testing.assert_close(compiled(x, weight, targets), function(x, weight, targets))
 
 
 @pytest.mark.parametrize("dtype", LOW[:2], ids=str)

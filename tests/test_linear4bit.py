@@ -170,7 +170,9 @@ def forward_and_count_saved_weights(model, x, parameters) -> tuple[torch.Tensor,
     return y, len(weights - masters)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "cls, trainable, checkpointed, saved",
     [
