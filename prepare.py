@@ -4,19 +4,21 @@ Based on karpathy/autoresearch's prepare.py. Its train.py runs against it where 
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders; if it is
-                                           # a copy of climbmix (has shard_06542.parquet), only its own .parquet
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders; of a copy
+                                           # of climbmix (with shard_06542.parquet) only its own .parquet
 
-The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset, and `current`, which names the
-one prepared last. `.dataset`, next to this file, names the dataset of this clone.
+The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; `current` names the one
+prepared last. `.dataset`, next to this file, names this clone's.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -50,7 +52,7 @@ SPLIT_PATTERN = (
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
 # Characters that the tokenizer is trained on, in total and per document. 16 / 66 / 155 M give 3.917 / 3.924 / 3.926
-# bytes per token on held-out English and take 1.1 / 4.2 / 9.0 s on two cores (measured).
+# bytes per token and take 1.1 / 4.2 / 9.0 s on two cores (measured)
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
@@ -62,15 +64,40 @@ class PrepareError(Exception):
 
 # ---- Metric
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
-    """Bits per byte of the first EVAL_TOKENS targets of a split: sum of nats / (ln 2 * sum of raw bytes), without BOS.
+    """Bits per byte of a split, without BOS, by model(x, y, reduction="none"): int64 (batch_size, seq_len) -> nats
+    (batch_size * seq_len,). karpathy/autoresearch's train.py calls this; harness/referee.py scores ours, by logits."""
+    import torch
 
-    Scores each target once whatever batch_size and seq_len are: the last batch is padded with targets of -1. Calls
-    model(x, y, reduction="none") in eval mode: int64 (batch_size, seq_len) -> (batch_size * seq_len,) nats.
-    """
+    x, y, nbytes = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
+    nats = torch.zeros((), dtype=torch.float64, device=x.device)
+    with evaluating(model):
+        for xb, yb, scored in zip(x, y, nbytes > 0, strict=True):
+            loss = model(xb, yb, reduction="none").view(yb.shape)
+            nats += torch.where(scored, loss, 0.0).sum(dtype=torch.float64)
+    return (nats / (math.log(2) * nbytes.sum())).item()  # the only wait for the device
+
+
+@contextmanager
+def evaluating(model) -> Iterator[None]:
+    """Eval mode, without gradients; then all modules as they were."""
+    import torch
+
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def eval_batches(tokenizer: Tokenizer, split: str, batch_size: int, seq_len: int, device) -> tuple:
+    """The first EVAL_TOKENS targets of a split, each once whatever batch_size and seq_len are: (batches, batch_size,
+    seq_len) of inputs, targets (-1: pads the last batch) and the targets' raw bytes (0: not scored)."""
     import torch
     from torch.nn.functional import pad
 
-    device = next(model.parameters()).device
     stream = TokenStream(tokenizer, split)
     n = min(EVAL_TOKENS, len(stream) - 1)
     if n < EVAL_TOKENS:
@@ -79,32 +106,22 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
     padding = 0, -n % (batch_size * seq_len)
     x = pad(text[:-1], padding).view(-1, batch_size, seq_len)
     y = pad(text[1:], padding, value=-1).view(x.shape)
-    nbytes = torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # a target of -1 gets the 0 at the end
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    with torch.no_grad():
-        for xb, yb, scored in zip(x, y, nbytes > 0, strict=True):
-            loss = model(xb, yb, reduction="none").view(yb.shape)
-            nats += torch.where(scored, loss, 0.0).sum(dtype=torch.float64)
-    for module in training:
-        module.training = True
-    return (nats / (math.log(2) * nbytes.sum())).item()  # the only wait for the device
+    return x, y, torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # a target of -1 gets the 0 at the end
 
 
 # ---- Loader
 class TokenStream:
-    """The token shards of a split, as one sequence. Raises PrepareError if any is missing or damaged."""
+    """The token shards of a split, as one sequence. PrepareError if one is missing or damaged."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
-        count = read(tokenizer.directory / "train_shards")
+        folder, count = tokenizer.directory, read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
-            raise PrepareError(f"{tokenizer.directory} is incomplete: rerun the prepare.py command")
-        paths = [tokenizer.directory / SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
+            raise PrepareError(f"{folder} is incomplete: rerun the prepare.py command")
+        paths = [folder / SHARD(split, i) for i in range(int(count) if split == "train" else 1)]
         shards = (open_shard(path, tokenizer.fingerprint, verify) for path in paths)
         sizes, self.checksums = zip(*((len(tokens), checksum) for tokens, checksum in shards), strict=True)
         self.ends = np.cumsum(sizes)
-        # each mapped shard counts as an open file, of which many systems allow 256
+        # at most 100 at a time: a mapped shard counts as an open file
         self.shard = lru_cache(100)(lambda i: open_shard(paths[i], tokenizer.fingerprint)[0])
 
     def __len__(self) -> int:
@@ -130,7 +147,7 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
     """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y being x one token later. Only train is
-    shuffled. Raises PrepareError if the split has no T + 1 tokens."""
+    shuffled."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -153,7 +170,7 @@ def cache_dir() -> Path:
     try:
         return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
     except RuntimeError:
-        raise PrepareError("this user has no home directory: set AUTORESEARCH_CACHE to a folder") from None
+        raise PrepareError("you have no home directory: set AUTORESEARCH_CACHE to a folder") from None
 
 
 def current_dataset() -> Path:
@@ -181,7 +198,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Writes a binary file atomically: `path` appears, or is replaced, once all is on disk."""
+    """Writes a binary file atomically: `path` appears, or is replaced, once all is on disk, and stays so."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
@@ -189,9 +206,26 @@ def new_file(path: Path) -> Iterator:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # a file that is mounted, as in a container, can only be written in place
+                raise
+            shutil.copyfile(temporary, path)
+            sync(path)
+        with suppress(OSError):  # some file systems cannot
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of files, is on disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def lock(file, patience: float) -> bool:
@@ -291,8 +325,7 @@ HEADER = struct.Struct("<16sQ32s32s40x")  # magic, number of tokens, tokenizer's
 
 
 def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np.ndarray, bytes]:
-    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only if `verify`. Raises
-    PrepareError if the shard is damaged."""
+    """The tokens of a shard, memory-mapped uint16 (n,), and their SHA-256, recomputed only if `verify`."""
     try:
         data = np.memmap(path, "<u2", "r")
         *header, checksum = HEADER.unpack_from(data)
@@ -507,26 +540,24 @@ def check_hub(endpoint: str) -> None:
     """Raises Unreachable if the hub does not answer within 6 s. In a thread, since a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
-    problem = "no answer within 6 s"
+    problems = ["no answer within 6 s"]
 
     def ask():
-        nonlocal problem
         try:
             get_session().head(endpoint, timeout=5)
-            problem = ""
+            problems.clear()
         except Exception as error:
-            problem = one_line(error)
+            problems[:] = [one_line(error)]
 
     thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
     thread.start()
     thread.join(timeout=6)
-    if problem:
+    for problem in problems:
         raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
 
 
 def download(path: Path, repo: str) -> None:
-    """hf_hub_download resumes a broken transfer within one call and obeys Retry-After; other passing failures are
-    retried here."""
+    """hf_hub_download resumes a broken transfer and obeys Retry-After; other passing failures are retried here."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download
@@ -543,12 +574,10 @@ def download(path: Path, repo: str) -> None:
             if getattr(error, "errno", None):  # of the disk
                 raise
             path.unlink(missing_ok=True)  # not parquet
-            cause = error.__cause__ or error
-            response = getattr(cause, "response", None)
+            response = getattr(cause := error.__cause__ or error, "response", None)
             status = getattr(response, "status_code", 0)
-            problem = f"{path.name} of {repo}: {one_line(cause)}"
-            if reason := getattr(response, "headers", {}).get("X-Error-Message"):  # the hub's own
-                problem = f"{path.name} of {repo}: {status}, {reason}"
+            reason = getattr(response, "headers", {}).get("X-Error-Message")  # the hub's own
+            problem = f"{path.name} of {repo}: {f'{status}, {reason}' if reason else one_line(cause)}"
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             login = "renew or unset HF_TOKEN (or `hf auth logout`), " if status in (401, 403) else ""
             raise PrepareError(f"{problem}; {login}run again, {ELSEWHERE}")
@@ -559,7 +588,7 @@ def download(path: Path, repo: str) -> None:
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
-    and arguments, uses what is ready, else `embedded`, without recording that."""
+    and arguments, that is what is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
@@ -595,15 +624,16 @@ def make(data: str, num_shards: int | None) -> Path:
     """Prepares a dataset unless it is ready, and makes it `current`. Each number of shards is a separate dataset."""
     name, files = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
-    directory, current = cache_dir() / (f"{name}x{count}" if count else name), cache_dir() / "current"
+    place = cache_dir()
+    directory, current = place / (f"{name}x{count}" if count else name), place / "current"
     if not is_ready(directory):
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        with open(cache_dir() / "lock", "ab") as file:
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / "lock", "ab") as file:
             if not lock(file, patience=0):
-                print(f"another prepare.py is working in {cache_dir()}: waiting for it", flush=True)
+                print(f"another prepare.py is working in {place}: waiting for it", flush=True)
                 lock(file, math.inf)
             if not is_ready(directory):
-                build(directory, files(count), sorted(cache_dir().glob(f"{name}*")))
+                build(directory, files(count), sorted(place.glob(f"{name}*")))
     if read(current) != directory.name:
         with suppress(OSError), new_file(current) as file:  # a read-only cache still serves what it holds
             file.write(directory.name.encode() + b"\n")
@@ -639,11 +669,11 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
     directory.mkdir(exist_ok=True)
     train_shards = 0
     for name, texts in files:
-        path = directory / name
+        path, train = directory / name, name.startswith("train")
         for sibling in siblings:
             with suppress(OSError):  # it exists here, or not there, or the file system has no links
                 os.link(sibling / name, path)
-        train_shards += name.startswith("train")
+        train_shards += train
         try:
             tokenizer = Tokenizer(directory)
             if name != "tokenizer.txt":
@@ -652,7 +682,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
             if name == "tokenizer.txt":
                 Tokenizer.train(texts, path)
             else:
-                tokenize(texts, path, tokenizer, math.inf if name.startswith("train") else EVAL_TOKENS + 1)
+                tokenize(texts, path, tokenizer, math.inf if train else EVAL_TOKENS + 1)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % train_shards)
 
@@ -692,6 +722,8 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, as under `>&-`, and not a notebook's
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack what is in a path
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
         tokenizer = Tokenizer(directory)

@@ -1,12 +1,11 @@
 """
 Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
 
-    python train.py                  # 300 s on the GPU you have; one row in results.tsv
-    python train.py --seconds 30     # a smoke run, not logged
-    python train.py --sample "Once"  # text by saved weights
+    python train.py               # 300 s, one row in results.tsv
+    python train.py --seconds 30  # a smoke run, not logged
 
-In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit
-it. Data and metric: prepare.py; clock and log: harness; operators: kernels.py.
+In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
+Data and metric: prepare.py; clock and log: harness; operators: kernels.py.
 """
 
 import functools
@@ -25,46 +24,43 @@ import harness
 from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, TokenStream, make_dataloader
 
-# ---- Hyperparameters; sizes by GPU are in SIZES
+# ---- Hyperparameters; sizes by GPU are in SIZES. Rates of embeddings and lm_head: at width 768
 
 ROPE_BASE = 200_000
-SOFTCAP = 12.0             # bound of the logits, or None
-INIT_SCALE = 0.68          # standard deviation of the matrices at init, times sqrt(n_embd)
-NGRAMS = (2, 3, 4)         # lengths of the n-grams that have embeddings
-X0_LAMBDA = 1.0            # initial scale of x0 in every other block
-FOUR_BIT = False           # attention and MLP matrices (not experts) in NF4, with fp32 masters
+SOFTCAP = 12.0          # bound of the logits, or None
+INIT_SCALE = 0.68       # standard deviation of the matrices at init, times sqrt(n_embd)
+NGRAMS = (2, 3, 4)      # lengths of the n-grams that have embeddings
+X0_LAMBDA = 1.0         # initial scale of x0 in every other block
+FOUR_BIT = False        # attention and MLP matrices (not experts) in NF4, with fp32 masters
 
-MATRIX_LR = 0.04           # matrices inside the blocks (Muon)
-EXPERT_LR_SCALE = 0.5      # experts: times MATRIX_LR, since each sees few tokens
-EMBEDDING_LR = 0.8         # token and value embeddings, at width 768
-NGRAM_LR = 0.4             # n-gram embeddings, at width 768, constant
-INDUCTION_LR = 0.4         # induction embedding, at width 768
-UNEMBEDDING_LR = 0.005     # lm_head, at width 768
-X0_LR = 0.5                # per-layer scales of x0
-RESIDUAL_LR = 0.005        # per-layer scales of the residual stream
-GATE_LR = 0.01             # head gates
-ROUTER_LR = 0.003          # routers of the experts
-BALANCE_RATE = 0.01        # step of an expert's routing bias: up if it got few tokens, else down
+MATRIX_LR = 0.04        # matrices inside the blocks (Muon)
+EXPERT_LR_SCALE = 0.5   # times MATRIX_LR: an expert sees few tokens
+EMBEDDING_LR = 0.8      # token and value embeddings
+NGRAM_LR = 0.4
+NGRAM_HALF_LR = 512     # updates that halve a 2-gram's rate (others: a quarter); falls to 1/16
+INDUCTION_LR = 0.4
+UNEMBEDDING_LR = 0.005  # lm_head
+X0_LR = 0.5             # per-layer scales of x0
+RESIDUAL_LR = 0.005     # per-layer scales of the residual stream
+GATE_LR = 0.01          # head gates
+ROUTER_LR = 0.003       # of the experts
+BALANCE_RATE = 0.01     # step of an expert's bias: up after few tokens, else down
 ADAM_BETAS = (0.8, 0.98)
-MATRIX_DECAY = 0.1         # cautious weight decay of the matrices, falls linearly to 0
-VALUE_EMBED_DECAY = 0.003  # weight decay of the value embeddings
-MOMENTUM = 0.9             # of Muon (Nesterov)
-FINAL_LR = 0.05            # learning rates fall linearly to this fraction
-
+MATRIX_DECAY = 0.1      # cautious weight decay of matrices, falls to 0
+VALUE_EMBED_DECAY = 0.003
+MOMENTUM = 0.9          # of Muon (Nesterov)
+FINAL_LR = 0.05         # fraction to which learning rates fall, linearly
 
 say_once = functools.cache(print)
 
-# ---- What a GPU can do (numerics), and what TIME_BUDGET pays for (size)
-
+# ---- Numerics and size by GPU
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes of model and batch; saved with the weights."""
-
+class Config:  # of model and batch; saved with the weights
     depth: int  # layers
     n_embd: int  # width of the residual stream
     head_dim: int = 128
-    seq_len: int = 2048  # tokens
+    seq_len: int = 2048
     window: int = 256  # earlier tokens that most heads see; SDPA: length of its pieces
     full_heads: int = 1  # heads that see the whole context, in every fourth layer from the last
     device_batch_size: int = 16  # sequences per forward pass; fewer if memory runs out
@@ -85,23 +81,19 @@ class Config:
         ):
             assert eval(rule, {}, vars(self)), f"{rule} must hold in {self}"
 
-
 SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, full_heads=4, total_batch_size=2**12,
                ngram_rows=40_960)),  # no GPU
-    (1e12, Config(depth=3, n_embd=384, total_batch_size=2**15)),
-    (70e12, Config(depth=4, n_embd=384, full_heads=3, total_batch_size=2**15)),
+    (1e12, Config(depth=3, n_embd=384)),
+    (70e12, Config(depth=4, n_embd=384, full_heads=3)),
     (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16)),
-    (250e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16,
-                    num_experts=32)),
     (600e12, Config(depth=7, n_embd=768, full_heads=6, device_batch_size=64, total_batch_size=2**17,
                     num_experts=32)),
 )
 
-
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
-    """Dtype of the activations, kind of attention. A T4 only emulates bf16, whatever torch says."""
+    """Dtype of activations, kind of attention. A T4 only emulates bf16, whatever torch says."""
     if gpu.capability is None:
         return torch.float32, "sdpa"
     if gpu.capability < (7, 0):
@@ -110,78 +102,63 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
         return torch.float16, "sdpa"
     return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
 
-
 def pick_size(gpu: harness.GPU) -> Config:
     """SIZE, or the live row of SIZES, cut to what this GPU can train."""
     row = max(i for i, (flops, _) in enumerate(SIZES) if gpu.peak_flops >= flops)
     instead = "SIZE instead of " if SIZE else ""
     say_once(f"Size by {instead}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
     config = SIZE or SIZES[row][1]
-    if config.num_experts and pick_numerics(gpu)[0] == torch.float16:
-        say_once("No experts: in fp16 they end in NaN")
+    if config.num_experts and gpu.capability and gpu.capability[0] not in (9, 10):
+        say_once("No experts: only sm_90 and sm_10x have a fast F.grouped_mm")
         config = replace(config, num_experts=0)
-    rows, row_bytes = config.ngram_rows, 2 * config.n_embd * len(NGRAMS)
-    while 0 < gpu.memory < 2 * rows * row_bytes:  # the tables take at most half of the memory
-        rows //= 2
-    return replace(config, ngram_rows=rows)
-
+    row_bytes = 2 * config.n_embd * len(NGRAMS)
+    while 0 < gpu.memory / 2 < config.ngram_rows * row_bytes:  # at most half for the tables
+        config = replace(config, ngram_rows=config.ngram_rows // 2)
+    return config
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to 2^n, in whole sequences."""
+    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to a power of two."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
     sequences = max(1, int(config.total_batch_size // config.seq_len * scale))
     batch = dict(device_batch_size=math.gcd(config.device_batch_size, sequences))
     return replace(config, total_batch_size=sequences * config.seq_len, **batch)
 
-
 # ---- A parameter declares its initial values and its optimizer where it is made
 
-
 def declare(x, init, optim):
-    """x: a parameter, or a module with a weight. init: standard deviation (uniform), a function that
-    fills it, or None: as constructed. optim: by a function below, or None: by its shape."""
+    """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills it,
+    or None: as constructed. optim: from a function below, or None: by its shape."""
     p = x if isinstance(x, nn.Parameter) else x.weight
     p.init, p.optim = init, optim
     return x
 
-
 def muon(lr, split=None):
-    """split: arguments of torch.split, for parts that are orthogonalized separately."""
+    """split: torch.split's arguments, for parts that are orthogonalized separately."""
     return dict(kind="muon", lr=lr, weight_decay=MATRIX_DECAY, momentum=MOMENTUM, split=split)
 
-
 def adamw(lr, width=768, betas=None, weight_decay=0.0):
-    """lr: at width 768, as in nanochat."""
-    lr, betas = lr * (width / 768) ** -0.5, betas or ADAM_BETAS
+    lr, betas = lr * (width / 768) ** -0.5, betas or ADAM_BETAS  # as in nanochat
     return dict(kind="adamw", lr=lr, betas=betas, weight_decay=weight_decay)
 
+def row_adam(lr, width, beta2, half_lr):
+    """Adam without momentum, for the rows that a batch looks up. half_lr: see row_adam_()."""
+    return dict(kind="rows", lr=lr * (width / 768) ** -0.5, beta2=beta2, half_lr=half_lr)
 
-def row_adam(lr, width, beta2):
-    """Adam without momentum, for the rows that a batch looks up."""
-    return dict(kind="rows", lr=lr * (width / 768) ** -0.5, beta2=beta2)
-
-
-# ---- GPT: RoPE, QK-norm, head gates, LeakyReLU^2, experts; n-gram, induction and value embeddings
-
+# ---- GPT with head gates, LeakyReLU^2, experts; n-gram, induction and value embeddings
 
 def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
-
-class Linear(nn.Linear):
-    """fp32 weight, cast to the activation dtype on use."""
-
+class Linear(nn.Linear):  # fp32 weight, cast to the activation dtype on use
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
-
 def block_linear(inputs, outputs, std, split=None):
     layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else Linear(inputs, outputs)
     return declare(layer, std, muon(MATRIX_LR, split))
-
 
 def ngram_hash(idx, n):
     """Hashes (B, T) of each token and the n - 1 before it."""
@@ -191,10 +168,7 @@ def ngram_hash(idx, n):
         key = golden * (key + F.pad(idx, (back, -back)))
     return key
 
-
-class RowLookup(torch.autograd.Function):
-    """F.embedding that appends its gradient to a list, so that nobody meets a sparse table.grad."""
-
+class RowLookup(torch.autograd.Function):  # F.embedding; its gradient goes to a list, not table.grad
     @staticmethod
     def forward(ctx, table, ids, row_grads):
         ctx.ids, ctx.row_grads = ids, row_grads
@@ -205,43 +179,37 @@ class RowLookup(torch.autograd.Function):
         ctx.row_grads.append((ctx.ids.flatten(), grad.flatten(0, -2)))
         return None, None, None
 
-
 class NGramEmbedding(nn.Embedding):
     """One row per hash of n successive tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
-
     def __init__(self, n, rows, n_embd, dtype):
         super().__init__(rows, n_embd, dtype=dtype)
         self.n, self.dtype = n, dtype
-        declare(self, nn.init.zeros_, row_adam(NGRAM_LR, n_embd, beta2=0.8))
+        half_lr = NGRAM_HALF_LR if n == 2 else NGRAM_HALF_LR / 4
+        declare(self, nn.init.zeros_, row_adam(NGRAM_LR, n_embd, beta2=0.8, half_lr=half_lr))
 
     def forward(self, idx):  # (B, T) -> (B, T, C)
         table, ids = self.weight, (ngram_hash(idx, self.n) >> 24) % self.num_embeddings
         if optimizer := getattr(table, "optimizer", lambda: None)():  # a MuonAdamW that has it
             return RowLookup.apply(table, ids, optimizer.row_grads[table])
         if self.training and table.requires_grad and table.dtype != torch.float32:
-            say_once("n-gram tables: fp32, dense gradients, as the optimizer is no MuonAdamW")
+            say_once("n-gram tables: fp32, dense gradients without MuonAdamW")
             self.float()
         return F.embedding(ids, table).to(self.dtype)
 
-
 def induction(idx):
-    """An induction head by lookup: where the last three tokens occurred before, what followed?
-
-    Tokens (B, T) -> tokens that followed, and whether there are such (B, T)."""
-    key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal keys in the order of the text
+    """An induction head by lookup: which token followed the last three where they occurred before?
+    Tokens (B, T) -> followers, and whether there is one (B, T)."""
+    key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal keys in text order
     before = torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1)
     before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # previous place, or -1
     return idx.gather(1, before + 1), before >= 0
-
 
 def rotate(x, cos, sin):
     """Rotary embedding of (B, T, H, D), tables (T, 1, D)."""
     return x * cos + x.unflatten(-1, (2, -1)).flip(-2).flatten(-2) * sin
 
-
 # SDPA's kernels, the fastest first; fp16 takes the last two
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
 
 def fa2(q, k, v, window, shift):
     """PyTorch's FlashAttention-2. Whole contexts by SDPA: cuDNN is faster there."""
@@ -251,11 +219,9 @@ def fa2(q, k, v, window, shift):
     args = q, k, v, None, None, T, T, 0.0, True, False
     return flash(*args, window_size_left=window, window_size_right=0)[0]
 
-
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the text is cut into pieces of `window` tokens that see only themselves.
-
-    Zeros in front shift every other layer's cuts: information crosses them. And an attention sink."""
+    Every other layer's cuts are shifted by zeros in front, which also serve as an attention sink."""
     B, T, H, D = q.shape
     W, S = (window, shift) if window < T else (T, 0)
     end = -(S + T) % W  # zeros that fill the last piece
@@ -266,26 +232,23 @@ def sdpa(q, k, v, window, shift):
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     return y.reshape(B, -1, H, D)[:, S : S + T]
 
-
 @functools.cache
 def attention(kind):
     """A causal f(q, k, v, window, shift): tokens of (B, T, H, D) see `window` earlier ones."""
     if kind == "fa3":
-        flash = harness.load_fa3()
-        # Inductor fuses contiguous(); else FA3 copies v
+        flash = harness.load_fa3()  # which copies v, unless Inductor fuses contiguous()
         return lambda q, k, v, W, _: flash(q, k, v.contiguous(), causal=True, window_size=(W, 0))
     return {"fa2": fa2, "sdpa": sdpa}[kind]
-
 
 class Attention(nn.Module):
     def __init__(self, config, i, kind):
         super().__init__()
         C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
         self.n_head, self.head_dim, self.attend = H, D, attention(kind)
-        self.full_heads = config.full_heads if i % 4 == 0 else 0  # the first heads: whole context
-        self.window = min(config.window, config.seq_len)  # the other heads
+        self.full_heads = config.full_heads if i % 4 == 0 else 0
+        self.window = min(config.window, config.seq_len)
         self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
-        self.qkv = [C, C, C]  # widths of queries, keys and values: a matrix each
+        self.qkv = [C, C, C]  # of queries, keys, values: a matrix each
         self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
         self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
         self.value_embed, gates = None, H
@@ -317,10 +280,8 @@ class Attention(nn.Module):
         y = torch.cat(y, dim=2) * gate[:, :, :H]
         return self.c_proj(y.flatten(2))
 
-
 def leaky_relu_squared(x):
     return F.leaky_relu(x, 0.3).square()
-
 
 class MLP(nn.Module):
     def __init__(self, config):
@@ -332,30 +293,26 @@ class MLP(nn.Module):
     def forward(self, x):
         return self.c_proj(leaky_relu_squared(self.c_fc(x)))
 
-
 class Experts(nn.Module):
-    """The MLP's other half: many small MLPs; a router picks some for each token, and drops none.
-
-    No auxiliary loss: experts with few tokens gain in bias (https://arxiv.org/abs/2408.15664)."""
+    """Half of the MLP: a router picks some of many small ones for each token, and drops none.
+    No auxiliary loss: a bias favours experts with few tokens (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
         super().__init__()
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
         self.experts_per_token, std, lr = K, INIT_SCALE * C**-0.5, MATRIX_LR * EXPERT_LR_SCALE
         self.router = declare(Linear(C, E), std, adamw(ROUTER_LR))
-        # (experts, out, in)
         self.c_fc = declare(nn.Parameter(torch.empty(E, 2 * C // K, C)), std, muon(lr, (C, -2)))
         self.c_proj = declare(nn.Parameter(torch.empty(E, C, 2 * C // K)), 0, muon(lr, (C, -1)))
         self.register_buffer("bias", torch.zeros(E))
         self.register_buffer("load", torch.zeros(E), persistent=False)  # tokens since the last step
 
     def forward(self, x):
-        """(B, T, C) -> (B, T, C). N: B * T tokens; P: N * K pairs of a token and an expert."""
+        """(B, T, C) -> (B, T, C). N = B * T tokens, P = N * K pairs of a token and an expert."""
         K, E = self.experts_per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(-1, E)  # (N, E)
-        best = (score + self.bias).sort(descending=True, stable=True).indices  # Inductor lacks topk
-        expert = best[:, :K]  # (N, K)
-        # Sort the pairs by expert: a radix sort, faster with 8 bits
+        # Inductor lacks topk. The second sort, of pairs by expert, is faster with 8 bits
+        expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # (N, K)
         ranked, pair = expert.flatten().to(torch.uint8).sort(stable=True)  # (P,)
         number = torch.arange(max(E, len(pair)), device=x.device)
         ends = torch.searchsorted(ranked.long(), number[:E], right=True, out_int32=True)
@@ -369,10 +326,7 @@ class Experts(nn.Module):
         h = F.grouped_mm(h, self.c_proj.to(x.dtype).mT, offs=ends)  # (P, C)
         return sum_rows(h, place, token).view_as(x)
 
-
-class Block(nn.Module):
-    """i counts from the last block (0), so a deeper model adds its blocks in front."""
-
+class Block(nn.Module):  # i counts from the last, 0: a deeper model adds blocks in front
     def __init__(self, config, i, kind):
         super().__init__()
         self.residual_lambda = declare(nn.Parameter(torch.ones(())), None, adamw(RESIDUAL_LR))
@@ -391,41 +345,35 @@ class Block(nn.Module):
         x = x + self.mlp(h)
         return x if self.experts is None else x + self.experts(h)
 
-
 @functools.cache
 def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=False)
 
-
 class GPT(nn.Module):
-    def __init__(self, config: Config, dtype: torch.dtype, attention: str):
+    def __init__(self, config, dtype, attention):
         super().__init__()
-        V, C, D = config.vocab_size, config.n_embd, config.head_dim
+        V, C, D, T = config.vocab_size, config.n_embd, config.head_dim, config.seq_len
         self.config, self.dtype, self.attention = config, dtype, attention
         self.backends = BACKENDS[2:] if dtype == torch.float16 else BACKENDS
         self.embed = declare(nn.Embedding(V, C), nn.init.normal_, adamw(EMBEDDING_LR, C))
         self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, C, dtype) for n in NGRAMS)
-        # last row: nothing found
         self.induction_embed = declare(nn.Embedding(V + 1, C), 0, adamw(INDUCTION_LR, C))
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))
-        inverse_freq = ROPE_BASE ** -torch.linspace(0, 1, D // 2 + 1)[:-1]
-        inverse_freq = torch.cat([inverse_freq, -inverse_freq])  # (D,)
-        angles = torch.outer(torch.arange(config.seq_len), inverse_freq)[:, None]  # (T, 1, D)
+        freqs = ROPE_BASE ** -torch.linspace(0, 1, D // 2 + 1)[:-1]
+        angles = torch.outer(torch.arange(T), torch.cat([freqs, -freqs]))[:, None]  # (T, 1, D)
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """From the seed and each parameter's name: a new parameter changes no other's values."""
+    def init_weights(self):
+        """By seed and name: a new parameter changes no other's values."""
         seed = torch.initial_seed()
         for name, p in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if getattr(p, "init", None) is None:
-                p.init = p.clone()  # as constructed, also after a warm-up
-            if isinstance(p.init, torch.Tensor):
-                p.copy_(p.init)
-            elif callable(p.init):
+            if getattr(p, "init", None) is None:  # as constructed, also after a warm-up
+                p.init = functools.partial(torch.Tensor.copy_, other=p.clone())
+            if callable(p.init):
                 p.init(p)
             else:
                 nn.init.uniform_(p, -p.init * 3**0.5, p.init * 3**0.5)
@@ -433,10 +381,9 @@ class GPT(nn.Module):
         update_buffers(self)
 
     def trunk(self, idx, followers, found, ngrams):
-        """Tokens, followers, found (B, T), a (B, T, C) per n-gram table -> final states (B, T, C)."""
-        embed = self.embed.weight.to(self.dtype)  # cast before the lookup: no fp32 (B, T, C)
-        x = F.embedding(idx, embed) + sum(ngrams)
-        # where(), not a lookup: most gradients would be atomic adds to the last row
+        """Tokens, followers, found (B, T), n-grams' embeddings (B, T, C) -> final states (B, T, C)."""
+        x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)  # no fp32 (B, T, C)
+        # nothing found: the last row. No lookup: its gradient would be atomic adds to one row
         embed = self.induction_embed.weight.to(self.dtype)
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])
         x = x0 = norm(x)
@@ -445,15 +392,15 @@ class GPT(nn.Module):
             x = block(x, x0, idx, cos, sin)
         return norm(x)
 
-    def compile_trunk(self) -> None:
+    def compile_trunk(self):
         torch.compiler.config.cache_key_tag = str(BACKENDS)  # the key does not see sdpa_kernel()
         self.trunk = functools.partial(compiled(GPT.trunk), self)  # copies would share a method
 
     def forward(self, idx, targets=None, reduction="mean"):
-        """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats, for 'none' (B*T,)."""
+        """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats ('none': (B*T,))."""
         T = idx.size(1)
         assert T <= self.config.seq_len, f"{T} tokens are more than seq_len: {self.config}"
-        # evaluation reuses training's compiled graph, but not where that would save activations
+        # evaluation reuses training's compiled graph, unless that would save activations
         grad = torch.is_grad_enabled() or not FOUR_BIT
         with torch.set_grad_enabled(grad), sdpa_kernel(self.backends, set_priority=True):
             x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
@@ -461,25 +408,23 @@ class GPT(nn.Module):
         if targets is None:
             x = x if torch.is_grad_enabled() else x.detach()  # frees the activations
             logits = self.lm_head(x).float()
-            return SOFTCAP * torch.tanh(logits / SOFTCAP) if SOFTCAP else logits
+            return SOFTCAP * logits.div_(SOFTCAP).tanh_() if SOFTCAP else logits
         options = dict(softcap=SOFTCAP, reduction=reduction)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)
 
-    def flops_per_token(self) -> float:
+    def flops_per_token(self):
         """As in nanochat: 6 per active matrix weight, 12 * head_dim per head and key it sees."""
         c, tables = self.config, {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
         share = c.experts_per_token / max(1, c.num_experts)  # of the experts
         matrices = [p for p in {*self.parameters()} - tables if p.ndim > 1]
         weights = sum(p.numel() * (share if p.ndim == 3 else 1) for p in matrices)
-        keys = 0
-        for a in (block.attn for block in self.blocks):
-            keys += a.full_heads * c.seq_len + (a.n_head - a.full_heads) * a.window
+        heads = [block.attn for block in self.blocks]
+        keys = sum(a.full_heads * c.seq_len + (a.n_head - a.full_heads) * a.window for a in heads)
         return 6 * weights + 12 * c.head_dim * keys
-
 
 @torch.no_grad()
 def update_buffers(model):
-    """After each step: requantizes 4-bit weights, rebalances the experts."""
+    """After each step: requantizes 4-bit weights, balances experts."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.requantize_()
@@ -487,10 +432,8 @@ def update_buffers(model):
             module.bias += BALANCE_RATE * torch.sign(module.load.mean() - module.load)
             module.load.zero_()
 
-
 def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -> GPT:
-    """A fresh GPT. config: a Config, or its fields, as in a checkpoint."""
-    config = Config(**config) if isinstance(config, dict) else config
+    config = Config(**config) if isinstance(config, dict) else config  # a checkpoint's
     torch.set_float32_matmul_precision("high")
     with device:
         model = GPT(config, *pick_numerics(gpu))
@@ -499,10 +442,9 @@ def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -
         model.compile_trunk()
     return model
 
-
 # ---- Muon for the matrices, AdamW for the rest
 
-# Newton-Schulz coefficients of https://arxiv.org/abs/2505.16932 (safety factor 2e-2, cushion 2)
+# Coefficients of https://arxiv.org/abs/2505.16932 (safety factor 2e-2, cushion 2)
 POLAR_EXPRESS = [
     (8.156554, -22.483292, 15.878769),
     (4.042929, -2.808917, 0.500017),
@@ -511,17 +453,15 @@ POLAR_EXPRESS = [
     (2.346541, -1.709782, 0.423235),
 ]
 
-
-def muon_direction(grad, momentum_buffer, rate, loss_scale, dtype):
-    """Gradients (n, R, C) -> Nesterov momentum of spectral norm below 1. rate: 1 - momentum, or 0."""
+def muon_direction(grad, buffer, rate, loss_scale, dtype):
+    """Gradients (n, R, C) -> Nesterov momentum of norm below 1. rate: 1 - momentum, or 0."""
     grad = torch.where(rate > 0, grad / loss_scale, 0)
-    momentum_buffer.lerp_(grad, rate)
-    update = momentum_buffer.lerp(grad, rate)
+    buffer.lerp_(grad, rate)
+    update = buffer.lerp(grad, rate)
     return (update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
 
-
 def polar_express(x):
-    """Orthogonalizes (n, R, C), R >= C, of spectral norm up to 1. All GEMMs: not compiled."""
+    """Orthogonalizes (n, R, C), R >= C, of norm up to 1, by Newton-Schulz. GEMMs: not compiled."""
     for a, b, c in POLAR_EXPRESS:
         # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
         gram = x.mT @ x
@@ -531,33 +471,28 @@ def polar_express(x):
         x = x @ gram
     return x
 
-
 def muon_update(p, update, scale, lr, decay):
-    """Moves p (n, R, C) by scale (n, 1, 1) times update; cautious decay, only where both agree."""
+    """Moves p (n, R, C) by scale (n, 1, 1) times update. Cautious decay: only where both agree."""
     p.sub_(lr * (scale * update + decay * p * (update * p >= 0)))
 
-
 def matrices(t, split):
-    """Views (n, R, C), R >= C, of a matrix, or of one per expert, split as muon() says."""
+    """Views (n, R, C), R >= C, of a matrix or of one per expert, split as muon() says."""
     parts = t.view(-1, *t.shape[-2:]).split(*split or (t.size(-2), -2))
     return [part.mT if part.size(1) < part.size(2) else part for part in parts]
 
-
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW, but Muon for groups of kind "muon" and row_adam_ for groups of kind "rows".
-
+    """AdamW, but Muon for groups of kind "muon" and row_adam_() for groups of kind "rows".
     Muon (https://kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest
     orthogonal matrix: all directions learn at the same rate. step() never waits for the GPU."""
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype):
+    def __init__(self, groups, dtype):
         super().__init__(groups, eps=1e-10, fused=True)  # fused: GradScaler leaves all to step()
-        self.dtype, self.device = dtype, self.param_groups[0]["params"][0].device
+        self.dtype, self.device = dtype, groups[0]["params"][0].device
         self.num_skipped, self.zero = torch.zeros(2, device=self.device)
         self.row_grads = {}  # by table: (ids, gradients) of its lookups since zero_grad()
         for group in self.param_groups:
-            group["state"] = {}
             if group["kind"] == "rows":
-                group["state"] = [torch.zeros_like(p[:, :1], dtype=torch.float32) for p in group["params"]]
+                group["state"] = [torch.zeros(len(p), 2, device=p.device) for p in group["params"]]
                 for p in group["params"]:  # weak: without this optimizer, gradients are dense
                     self.row_grads[p], p.optimizer = [], weakref.ref(self)
 
@@ -568,8 +503,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        """One update from p.grad and row_grads, by the groups' lr, weight_decay and momentum."""
-        # GradScaler sets both, but no scale after its unscale_()
+        # GradScaler sets both, but after its unscale_() no scale
         loss_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         loss_scale = 1 + self.zero if loss_scale is None else loss_scale
         found_inf = self.zero if found_inf is None else found_inf  # 1.0: skip the step
@@ -585,20 +519,20 @@ class MuonAdamW(torch.optim.AdamW):
         wrap = compiled if self.device.type == "cuda" else (lambda f: f)
         settings = group["lr"], group["weight_decay"], 1 - group["momentum"]
         lr, decay, rate = ((1 - found_inf) * x for x in settings)
-        by_shape = {}  # matrices of one shape are updated together
+        state, by_shape = group.setdefault("state", {}), {}  # matrices of a shape move together
         for p in group["params"]:
-            split = getattr(p, "optim", {}).get("split")
+            split = p.optim["split"]
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             for part, part_grad in zip(matrices(p.detach(), split), matrices(grad, split)):
-                by_shape.setdefault(tuple(part.shape[1:]), []).append((p, part, part_grad))
+                by_shape.setdefault(part.shape[1:], []).append((p, part, part_grad))
         for shape, members in by_shape.items():
             params, parts, grads = zip(*members)
             stack = torch.cat(parts)  # (n, R, C)
-            if shape not in group["state"]:
+            if shape not in state:
                 # a parameter moves by sqrt(max(1, out / in)) times an orthogonal matrix
                 scale = [(part.size(1) / p.size(-1)) ** 0.5 for p, part in zip(params, parts) for _ in part]
-                group["state"][shape] = stack.new_tensor(scale).view(-1, 1, 1), torch.zeros_like(stack)
-            scale, buffer = group["state"][shape]
+                state[shape] = stack.new_tensor(scale).view(-1, 1, 1), torch.zeros_like(stack)
+            scale, buffer = state[shape]
             update = wrap(muon_direction)(torch.cat(grads), buffer, rate, loss_scale, self.dtype)
             wrap(muon_update)(stack, polar_express(update), scale, lr, decay)
             for p, part, moved in zip(params, parts, stack.split([*map(len, parts)])):
@@ -608,18 +542,16 @@ class MuonAdamW(torch.optim.AdamW):
             p.grad = None
 
     def step_rows(self, group, loss_scale, found_inf):
-        """After unscale_(), row_grads are scaled and loss_scale is 1: Adam does not mind."""
-        for p, exp_avg_sq in zip(group["params"], group["state"]):
+        """After unscale_(), row_grads are still scaled: Adam does not mind."""
+        settings = group["lr"], group["beta2"], group["half_lr"]
+        for p, state in zip(group["params"], group["state"]):
             assert p.grad is None, f"a table {tuple(p.shape)} that is not only looked up needs adamw()"
             if row_grads := self.row_grads[p]:
                 ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*row_grads))
-                lr, beta2 = group["lr"], group["beta2"]
-                row_adam_(p, exp_avg_sq, ids, grads, lr, beta2, loss_scale, found_inf)
+                row_adam_(p, state, ids, grads, *settings, loss_scale, found_inf)
                 row_grads.clear()
 
-
 def make_optimizer(model: GPT) -> MuonAdamW:
-    """Groups the parameters by what they declare."""
     groups = {}
     for name, p in model.named_parameters():
         if getattr(p, "optim", None) is None:  # Muon for a matrix that has no row per token
@@ -628,34 +560,27 @@ def make_optimizer(model: GPT) -> MuonAdamW:
             name = re.sub(r"\d+", "*", name)
             say_once(f"{name} declares no optimizer: {p.optim['kind']}, lr {p.optim['lr']}")
         settings = {key: value for key, value in p.optim.items() if key != "split"}
-        group = groups.setdefault(str(settings), settings | dict(params=[]))
-        group["params"] += [p] if p.requires_grad else []  # decay would move a frozen one
-    return MuonAdamW([group for group in groups.values() if group["params"]], model.dtype)
+        groups.setdefault(str(settings), settings | dict(params=[]))["params"].append(p)
+    return MuonAdamW([*groups.values()], model.dtype)
 
+# ---- Schedules and training
 
-# ---- Schedules
-
-
-def set_schedules(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """progress: share of the budget spent."""
+def set_schedules(optimizer, progress):
     for group in optimizer.param_groups:
-        lr, decay = group.setdefault("initial", (group["lr"], group.get("weight_decay")))
-        if group.get("kind") != "rows":  # constant LR: rows first seen late still need full steps
+        keys = "lr", "weight_decay", "half_lr"
+        lr, decay, half_lr = group.setdefault("initial", [group.get(key) for key in keys])
+        if group.get("kind") == "rows":  # by its updates: a row first seen late still needs full steps
+            group["half_lr"] = half_lr * (1 - 15 / 16 * progress)
+        else:
             group["lr"] = lr * (1 - (1 - FINAL_LR) * progress)
         if group.get("kind") == "muon":
             group["weight_decay"] = decay * (1 - progress)
-
-
-# ---- Training
-
 
 def make_scaler(model):
     device = model.embed.weight.device.type
     return torch.amp.GradScaler(device, enabled=model.dtype == torch.float16)
 
-
 def train_step(model, optimizer, scaler, loader):
-    """One optimizer step; returns the mean loss and the epoch."""
     config, total = model.config, 0.0
     grad_accum_steps = config.total_batch_size // (config.device_batch_size * config.seq_len)
     for _ in range(grad_accum_steps):
@@ -669,30 +594,28 @@ def train_step(model, optimizer, scaler, loader):
     update_buffers(model)
     return total, epoch
 
-
-def reset_tables(model, clock, epoch_tokens, epochs_left):
-    """Zeroes the n-gram tables when whole epochs are left: they never see the same text twice.
-
-    Returns how many are left, None while the pace is unknown."""
+def reset_tables(model, optimizer, clock, epoch_tokens, epochs_left):
+    """n-gram tables start anew when whole epochs are left: they never see the same text twice.
+    Returns how many are left, or None while the pace is unknown."""
     left = clock.tokens_left()
     if left == math.inf:
         return None
     if epochs_left is None:
         epochs_left = (clock.tokens + left) // epoch_tokens
     if left // epoch_tokens < epochs_left:
-        for table in model.ngram_embeds:
-            nn.init.zeros_(table.weight)
+        tensors = [table.weight for table in model.ngram_embeds]
+        for group in optimizer.param_groups:
+            tensors += group["state"] if group.get("kind") == "rows" else []
+        for tensor in tensors:
+            nn.init.zeros_(tensor)
     return left // epoch_tokens
 
-
-def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
-    """Returns model and numbers for the summary."""
+def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU) -> tuple[GPT, dict]:
     torch.manual_seed(seed)
     config = replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu)
     harness.warm_up(
         model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
-
     torch.manual_seed(seed)
     model.init_weights()
     optimizer, scaler = make_optimizer(model), make_scaler(model)
@@ -704,16 +627,13 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU):
         set_schedules(optimizer, clock.progress())
         loss, epoch = train_step(model, optimizer, scaler, loader)
         clock.advance(config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
-        epochs_left = reset_tables(model, clock, epoch_tokens, epochs_left)
+        epochs_left = reset_tables(model, optimizer, clock, epoch_tokens, epochs_left)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
-    return model.eval(), {
-        "depth": config.depth,
-        "numerics": f"{model.dtype}/{model.attention}".removeprefix("torch."),
-        "skipped_steps": int(getattr(optimizer, "num_skipped", 0)),
-    }
-
+    numerics = f"{model.dtype}/{model.attention}".removeprefix("torch.")
+    skipped_steps = int(getattr(optimizer, "num_skipped", 0))
+    return model.eval(), dict(depth=config.depth, numerics=numerics, skipped_steps=skipped_steps)
 
 if __name__ == "__main__":
     harness.run(train, build_model)

@@ -10,6 +10,7 @@ import sys
 import time
 
 from harness.record import write_record
+from harness.remote import tell
 from prepare import TIME_BUDGET, PrepareError
 
 
@@ -37,6 +38,7 @@ class Clock:
     def start(self) -> None:
         gc.collect()
         write_record("curve.tsv", "step\tseconds\ttokens\tloss\tlr\n")
+        tell(tokens=0)
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -102,6 +104,7 @@ class Clock:
         if self.stopped is None:
             synchronize()
             self.stopped = time.perf_counter()
+            tell(tokens=self.tokens)
             self.release()
             self._read_loss(last=True)
         return self.elapsed()

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import math
 import os
-import re
 import signal
 import sys
 import textwrap
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import harness
+from harness import remote
 from harness.clock import Clock
+from harness.columns import SEED, budget_name, clean
+from harness.device import pick_gpu
+from harness.ending import crash_reason, handle_signals, on_signal
 from harness.git import git_head
-from harness.gpu import GPU, gpu_name, pick_gpu, this_gpu
-from harness.log import SEED, budget_name, clean, log_result
+from harness.gpu import GPU, gpu_name, this_gpu
+from harness.log import log_result
 from harness.record import night_record, write_record
+from harness.referee import evaluate_bpb
 from harness.warmup import num_params, start_compiler
 from harness.weights import load_weights, sample, save_weights
-from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id, evaluate_bpb
+from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id
 
 
 def run(train: Callable, build_model: Callable) -> None:
@@ -47,6 +51,8 @@ def run(train: Callable, build_model: Callable) -> None:
     text = "don't train: continue TEXT with the saved weights; with the --gpu that trained them, if any"
     parser.add_argument("--sample", metavar="TEXT", help=text)
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, as under `>&-`, and not a notebook's
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a subject's emoji, or what the model writes
     gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
@@ -79,13 +85,13 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     logged = not by_hand or night_record().get("log")
     refusal = "" if logged else f"not logged: {by_hand} set by hand (python -m night wave logs it)"
-    commit, description = git_head(args.seed)  # now: HEAD may move during the run
-    setting = budget_name(args.seconds, args.tokens, args.gpu)
-    label = gpu_name(setting) + setting
-    row = dict(commit=commit, description=description, gpu=label, dataset=dataset_id(tokenizer.directory))
+    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # val is fenced off if night scores
+    commit, description = git_head()  # now: HEAD may move during the run
+    row = dict(commit=commit, description=description, gpu=gpu_name(args.gpu), dataset=dataset)
+    row |= dict(budget=budget_name(args.seconds, args.tokens), seed=args.seed)
     if logged:
         adopt_dataset(tokenizer.directory)
-    print(f"{label}, {row['dataset']}, seed {args.seed}", flush=True)
+    print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
@@ -112,17 +118,17 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
             "eval_seconds": round(eval_seconds, 1),
             **numbers,
-            "seed": args.seed,
         }
         result = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     except BaseException as error:
         clock.release()
         reason = crash_reason(error)
+        remote.tell(reason=reason)
         summary, result = {"status": "crash", "reason": reason}, dict(val_bpb=0.0, memory_gb=0.0, reason=reason)
         raise
     finally:
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        status = refusal or log_result(**row, **result)
+        status = refusal or (log_result(**row, **result) if not remote.referee() else "")  # else night logs it
         status = "in results.tsv" if night_record().get("log") else status  # a wave judges by other runs, too
         summary.setdefault("status", status)  # a crash has set it
         summary |= row
@@ -141,39 +147,12 @@ def mfu_percent(model, clock: Clock, device) -> float:
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
     """Bits per byte of a split. Raises FloatingPointError if not finite."""
+    if remote.referee():
+        return remote.answer(model, tokenizer.get_vocab_size(), split)
     bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
     if not math.isfinite(bpb):
         raise FloatingPointError(f"{split}_bpb is {bpb}")
     return bpb
-
-
-def handle_signals(handler) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # leave it ignored under nohup
-            signal.signal(number, handler)
-
-
-def on_signal(number, frame):
-    """Ends the run by an exception, so that it leaves a crash row."""
-    handle_signals(signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
-def crash_reason(error: BaseException) -> str:
-    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: if Linear.forward
-    fails on a wrong shape, its caller is the line to fix."""
-    if isinstance(error, SystemExit):
-        reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
-        return reasons.get(error.code, f"exit status {error.code}")
-    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error)):
-        return "out of memory"
-    if isinstance(error, (FloatingPointError, PrepareError)):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == "train.py"]
-    lines += re.findall(r'File ".*train\.py", line (\d+)', str(error))  # torch.compile names them in its message
-    where = ", called from".join(f" line {line}" for line in lines[:-3:-1])
-    return type(error).__name__ + where
 
 
 def process_seconds() -> float:

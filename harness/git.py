@@ -7,29 +7,44 @@ import subprocess
 from contextlib import suppress
 
 import harness
-from harness.log import DIFFERS, SEED, Description, plain_subject
 from harness.record import night_record
 
+DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
 
-def git_head(seed: int = SEED) -> tuple[str, str]:
-    """HEAD's short hash and the description of its run (under night: as of its start); 0000000 and "" without git."""
+
+def git_head() -> tuple[str, str]:
+    """The commit and the description of a run that starts now (under night: as of its start): HEAD's short hash, with
+    + if files that decide the number are not as committed, and its subject, which then names them. 0000000 and ""
+    without git."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
     with suppress(OSError, subprocess.SubprocessError):
         out = run_git("log", "-1", "--format=%H%x09%s", timeout=10).stdout
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
-        diff = run_git("diff", "--quiet", "HEAD", "--", "train.py", check=False, timeout=10)
-        return commit[:7], str(Description(plain_subject(subject) + DIFFERS * (diff.returncode == 1), seed))
+        if names := uncommitted():
+            return f"{commit[:7]}+", f"{subject} (uncommitted: {', '.join(names)})"
+        return commit[:7], subject
     return "0000000", ""
 
 
-# Variables that would send our git calls to another repository, index or work tree: a hook or an alias sets them
-GIT_PLACES = """GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY
-GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_PREFIX GIT_NAMESPACE GIT_GRAFT_FILE GIT_SHALLOW_FILE GIT_REPLACE_REF_BASE
-GIT_NO_REPLACE_OBJECTS""".split()
+def uncommitted() -> list[str]:
+    """The decisive files that are not as committed, new ones (ignored or not) included. Raises CalledProcessError."""
+    changed, new = (
+        run_git(*command.split(), "--", *DECISIVE, timeout=10).stdout.decode(errors="replace").splitlines()
+        for command in ("diff --name-only --relative HEAD", "ls-files --others")
+    )
+    return changed + [name for name in new if name.endswith(".py")]
+
+
+# Variables that would send our git calls to another repository, index or work tree: a hook or an alias sets them. Not
+# GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS: a container may say by them that the clone is a safe.directory
+GIT_PLACES = """GIT_DIR GIT_WORK_TREE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY
+GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_QUARANTINE_PATH GIT_PREFIX GIT_INTERNAL_SUPER_PREFIX GIT_NAMESPACE GIT_CONFIG
+GIT_GRAFT_FILE GIT_SHALLOW_FILE GIT_REPLACE_REF_BASE GIT_NO_REPLACE_OBJECTS""".split()
 # What a user's configuration must not change in what we read
 GIT_OPTIONS = "-c log.showSignature=false -c core.fileMode=false -c core.autocrlf=false -c core.attributesFile=".split()
+GIT_OPTIONS += "-c i18n.commitEncoding=UTF-8 -c i18n.logOutputEncoding=UTF-8 -c core.hooksPath=/dev/null".split()
 
 
 def clean_environment() -> dict[str, str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,61 +78,15 @@ def imitate(name: str | None = None) -> GPU:
     return gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
 
 
-def pick_gpu(name: str | None = None) -> tuple:
-    """The torch device, and imitate(name)."""
+def gpu_name(name: str | None = None) -> str:
+    """The gpu column: this GPU, and what makes it compute another function (name: of one that it imitates). A Hopper
+    without FlashAttention-3 is slower, so it counts as another GPU, unless it imitates one that never uses that."""
     import torch
 
-    if torch.version.hip and torch.cuda.is_available() and name != "cpu":
-        raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
-    gpu = imitate(name)
-    if gpu.capability:
-        check_kernels()
-        if name is None and (line := doubt(torch.cuda.get_device_properties())):
-            print(line)
-        free, total = torch.cuda.mem_get_info()
-        if free < total / 2:
-            print(f"Others use {(total - free) / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: memory may run out")
-    if gpu.capability == (9, 0) and not gpu.has_fa3:
-        print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
-    return torch.device("cuda" if gpu.capability else "cpu"), gpu
-
-
-def doubt(properties) -> str:
-    """What the size rests on, if the tables do not know this GPU."""
-    capability, mhz = (properties.major, properties.minor), properties.clock_rate / 1000
-    if capability in FLOPS and mhz:
-        return ""
-    guess = "compute capability {}.{}".format(*kin(capability)) + f", {mhz or MHZ:.0f} MHz"
-    here = f"{properties.name} (compute capability {capability[0]}.{capability[1]}, {mhz:.0f} MHz)"
-    return f"Unknown GPU {here}, taken for {guess}, {this_gpu().peak_flops / 1e12:.0f} TFLOP/s: --gpu NAME overrides"
-
-
-def gpu_name(setting: str = "") -> str:
-    """For the gpu column, before a budget_name(). A Hopper without FlashAttention-3 is slower, so it counts as another
-    GPU, unless it imitates one that never uses that."""
-    import torch
-
+    gpu, lent = imitate(name), f" as {name}" if name else ""
     if this_gpu().capability is None:
-        return "cpu"
-    other = re.match(r" as (\w+)", setting)
-    gpu = imitate(other and other[1])
-    return torch.cuda.get_device_name() + ", without FA3" * (gpu.capability == (9, 0) and not gpu.has_fa3)
-
-
-def check_kernels() -> None:
-    """Whether this PyTorch has kernels for this GPU, and Triton can compile its own. Raises PrepareError."""
-    import torch
-
-    here = torch.cuda.get_device_capability()
-    built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
-    built = [(kind, divmod(int(number), 10)) for kind, number in built]
-    if built and not any(a <= here and (kind == "compute" or a[0] == here[0]) for kind, a in built):
-        # Volta's are in wheels for CUDA 12.6 alone
-        get = "--index-url https://download.pytorch.org/whl/cu126" if here < (7, 5) else "(the newest)"
-        fix = f"pip install --force-reinstall torch {get}, or use --gpu cpu"
-        raise PrepareError(f"PyTorch {torch.__version__} has no kernels for compute capability {here}: {fix}")
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise PrepareError("Triton needs a C compiler on a GPU: install gcc, or set CC")
+        return f"cpu{lent}"
+    return torch.cuda.get_device_name() + ", without FA3" * (gpu.capability == (9, 0) and not gpu.has_fa3) + lent
 
 
 def fa3_installed() -> bool:

@@ -1,142 +1,154 @@
-"""results.tsv: one row per run."""
+"""results.tsv: one row per run, and never one less. The one reader and the one writer."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import harness
+from harness.columns import COLUMNS, EMPTY, HEADER, LAYOUTS, format_row, identity, parse_row
+from harness.journal import append, journal_of, remember, remembered, repair
 from harness.record import night_record
-from prepare import lock
-
-SEED = 42  # unless --seed is given
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description", "gpu", "dataset", "tokens_M"]
-HEADER = "\t".join(COLUMNS)
-DIFFERS = " (train.py differs)"  # ends the subject of a row whose train.py had uncommitted changes
-
-
-class Description(NamedTuple):
-    """The description column."""
-
-    subject: str  # of the commit; may end in DIFFERS
-    seed: int = SEED  # written unless it is the default
-    test_bpb: float | None = None
-    reason: str = ""  # why it crashed
-
-    @classmethod
-    def parse(cls, row: dict) -> Description:
-        pattern = r"(.*?)(?:, seed (\d+))?(?:, test (\d+\.\d{6}))?"
-        pattern += r" ?(?:\[([^[]*)\])?" if row["status"] == "crash" else "()"
-        subject, seed, test, reason = re.fullmatch(pattern, row["description"]).groups()
-        return cls(subject, int(seed or SEED), test and float(test), reason or "")
-
-    def __str__(self) -> str:
-        text = self.subject if self.seed == SEED else f"{self.subject}, seed {self.seed}"
-        text += "" if self.test_bpb is None else f", test {self.test_bpb:.6f}"
-        return f"{text} [{self.reason}]" if self.reason else text
-
-
-def plain_subject(subject: str) -> str:
-    """A commit's subject whose end does not look like what Description adds."""
-    return re.sub(r", (seed \d+|test \d+\.\d{6})$", r"; \1", subject)
-
-
-def budget_name(seconds: float | None, tokens: int | None, gpu: str | None) -> str:
-    """The command line's settings as a suffix for the GPU's name: ` as T4, 38.6 M tokens`, `, 60 s` or ``."""
-    name = f" as {gpu}" if gpu else ""
-    if tokens is not None:
-        return f"{name}, {tokens / 1e6:g} M tokens"
-    return name if seconds is None else f"{name}, {seconds:g} s"
+from prepare import lock, new_file
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv, numbers as floats. Skips lines that are not rows; [] without a file."""
-    with suppress(OSError):
-        lines = Path(path or harness.RESULTS).read_text("utf-8", errors="replace").split("\n")
-        return [row for row in map(parse_row, lines) if row]
-    return []
+    """The rows of results.tsv; [] without one. Puts back those that it has lost."""
+    path, rows = Path(path or harness.RESULTS), []
+    with suppress(OSError, ValueError):
+        rows, *_ = parse_log(path.read_bytes().decode("utf-8", "surrogateescape"))
+    if path.exists() and repair(rows, remembered(journal_of(path))):
+        with suppress(OSError, ValueError), edit_log(path):
+            pass
+    return rows
 
 
-def parse_row(line: str) -> dict | None:
-    with suppress(ValueError):
-        row = dict(zip(COLUMNS, line.split("\t"), strict=True))
-        numbers = {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
-        if row["status"] in ("keep", "discard", "crash") and all(map(math.isfinite, numbers.values())):
-            return row | numbers
-
-
-def log_result(
-    *, val_bpb, memory_gb, gpu, dataset, tokens_M=0.0, reason="", test_bpb=None, to_beat=None, commit=None,
-    description="", path=None,
-) -> str:  # fmt: skip
-    """Appends one row to results.tsv, or prints it to stderr if the file cannot take it. Returns the row's status.
-
-    `crash` if there is a reason; `keep` if val_bpb is below to_beat (default: the lowest so far on that gpu and
-    dataset); otherwise `discard`. Without a commit, commit and description are those of HEAD.
-    """
-    path = Path(path or harness.RESULTS)
-    if commit is None:
-        commit, description = harness.git_head()
-    if reason:
-        reason = reason.replace("[", "(").replace("]", ")")
-        val_bpb, memory_gb, tokens_M, test_bpb = 0.0, 0.0, 0.0, None
-    text = str(Description(description, test_bpb=test_bpb, reason=reason))
-    commit, text, gpu, dataset = map(clean, (commit[:7], text, gpu, dataset))
-
-    def judge() -> str:
-        same = [row for row in read_results(path) if (row["gpu"], row["dataset"]) == (gpu, dataset)]
-        best = min((row["val_bpb"] for row in same if row["status"] != "crash"), default=math.inf)
-        better = round(val_bpb, 6) < (best if to_beat is None else to_beat)
-        return "crash" if reason else "keep" if better else "discard"
-
-    def row(status: str) -> str:
-        return "\t".join((commit, f"{val_bpb:.6f}", f"{memory_gb:.1f}", status, text, gpu, dataset, f"{tokens_M:.1f}"))
-
-    try:
-        with locked(path) as file:  # reading the rows and appending this one are one step
-            status = judge()
-            append_row(file, row(status))
-    except (OSError, ValueError) as error:
-        status = judge()
-        print(f"{path} cannot take this row ({error}):\n{row(status)}", file=sys.stderr, flush=True)
-    return status
+def parse_log(text: str) -> tuple[list[dict], list[str], bool]:
+    """The rows of a log, the lines that are none, and whether its columns are today's. ValueError without a header."""
+    rows, others, columns, current = [], [], None, True
+    for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else []:
+        if found := LAYOUTS.get(line.rstrip("\r")):
+            columns, current = found, current and found == COLUMNS
+        elif not columns:
+            raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
+        elif row := parse_row(line, columns):
+            rows.append(row)
+        else:
+            others.append(line)
+    return rows, others, current
 
 
 @contextmanager
-def locked(path: Path) -> Iterator:
-    """The log, open for appending, under an exclusive lock (or without one after a minute's wait)."""
-    while True:
-        with open(path, "a+b", buffering=0) as file:
+def edit_log(path: str | Path | None = None) -> Iterator[list[dict]]:
+    """The log's rows, to be changed in place; written at the end, first to the journal.
+
+    A log that was moved away begins anew; any other gets back the rows that it has lost. If it cannot be read, the rows
+    are those of the journal. Raises OSError or ValueError, at the end, if it cannot be written.
+    """
+    path = Path(path or harness.RESULTS)
+    journal, problem, rows = journal_of(path), None, []
+    if not path.exists() and remembered(journal):
+        time.sleep(1)  # in the middle of a checkout, git is about to write it
+        if not path.exists():
+            print(f"{path.name} is gone: a new one begins; the rows so far stay in {journal}", file=sys.stderr)
+            remember(journal, [])
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "a+b", buffering=0))
             if not lock(file, patience=60):
-                print(f"{path} has been locked for a minute: writing this row without the lock", file=sys.stderr)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                yield file
-                return  # else `night keep` replaced the file while we waited
+                print(f"{path} has been locked for a minute: writing without the lock", file=sys.stderr)
+            file.seek(0)
+            data = file.read()
+            rows, others, current = parse_log(data.decode("utf-8", "surrogateescape"))
+        except (OSError, ValueError) as error:
+            problem = error
+        before = list(map(format_row, rows))
+        if (count := repair(rows, remembered(journal))) and not problem:
+            print(f"{path.name} has lost {count} rows, put back from {journal}: delete that to forget", file=sys.stderr)
+        yield rows
+        after = list(map(format_row, rows))
+        remember(journal, rows)
+        if problem:
+            raise problem
+        if current and after[: len(before)] == before:
+            append(file, after[len(before) :] if data else [HEADER, *after])
+        else:
+            if not current:
+                keep_copy(path, data)
+            replace(path, [HEADER, *after, *others])
 
 
-def append_row(file, line: str) -> None:
-    """Appends the whole line or nothing; hands a copy to night. Raises ValueError for another header."""
-    header = HEADER.encode()
-    file.seek(0)
-    text = file.read()
-    if text and text.split(b"\n")[0].rstrip() != header:
-        raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
-    before = b"" if text.endswith(b"\n") else b"\n" if text else header + b"\n"
-    data = before + f"{line}\n".encode()
-    if file.write(data) < len(data):
-        file.truncate(len(text))
-        raise OSError("the disk is full")
-    with suppress(KeyError, OSError):
-        Path(night_record()["row"]).write_text(line, "utf-8")
-    os.fsync(file.fileno())
+def replace(path: Path, lines: list[str]) -> None:
+    """In place: no other file can take the place of one that is mounted. The journal has all of it by now."""
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, len(data))  # on a full disk, fails before anything has changed
+        file.write(data)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def clean(field: str) -> str:
-    """One line of printable text. Double quotes become single: pandas would see a quoted field."""
-    return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
+def keep_copy(path: Path, data: bytes) -> None:
+    copy = path.with_name(f"{path.name}.old-columns")
+    while copy.exists():
+        copy = copy.with_name(f"{copy.name}~")
+    with new_file(copy) as file:
+        file.write(data)
+    print(f"{path.name} has more columns now; {copy.name} is a copy of what it was", file=sys.stderr)
+
+
+def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
+    """Appends a row of these values; returns its status. Without a commit, commit and description are those of HEAD.
+
+    `crash` if there is a reason; `report` for a report's row; `keep` if val_bpb is below to_beat (default: the lowest
+    so far on that gpu and dataset with that budget, and with that seed if it has a score); otherwise `discard`.
+    """
+    if "commit" not in values:
+        values["commit"], values["description"] = harness.git_head()
+    digits, plus, _ = values["commit"].partition("+")
+    values["commit"] = digits[:7] + plus
+    if values.get("reason"):
+        values |= dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None)
+    status = "report" if report else "crash" if values.get("reason") else "discard"
+    by = "run" if to_beat is None and not report else "night"
+    row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))  # as it will be read
+    with edit_for(row, path) as rows:
+        if status == "discard" and row["val_bpb"] < (lowest(rows, row) if to_beat is None else to_beat):
+            row["status"] = "keep"
+        with suppress(KeyError, OSError):
+            Path(night_record()["row"]).write_text(format_row(row), "utf-8")
+        rows.append(row)
+    return row["status"]
+
+
+def lowest(rows: list[dict], row: dict) -> float:
+    same = [other for other in rows if all(other[key] == row[key] for key in ("gpu", "dataset", "budget"))]
+    same = [other for other in same if other["status"] in ("keep", "discard")]
+    same = [other for other in same if other["seed"] == row["seed"]] or same
+    return min((other["val_bpb"] for other in same), default=math.inf)
+
+
+def add_row(row: dict) -> None:
+    """Appends a row unless it is there."""
+    with edit_for(row) as rows:
+        if identity(row) not in map(identity, rows):
+            rows.append(row)
+
+
+@contextmanager
+def edit_for(row: dict, path: str | Path | None = None) -> Iterator[list[dict]]:
+    """edit_log for a new row: what the file cannot take now is printed, stays in the journal, and is put back later."""
+    path = Path(path or harness.RESULTS)
+    try:
+        with edit_log(path) as rows:
+            yield rows
+    except (OSError, ValueError) as error:
+        journal = journal_of(path)
+        waits = f"it waits in {journal}" if row in remembered(journal) else "it is nowhere else"
+        print(f"{path} cannot take this row ({error}), {waits}:\n{format_row(row)}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ def night_record() -> dict:
 
     commit, description: of its row, as of its start. log: whether to log it whatever its budget. score_test: whether
     to score the test split, too. row: a file that gets a copy of the row. folder: for curve.tsv and summary.json,
-    written whether or not it is logged.
+    written whether or not it is logged. referee, logits, dataset: of a locked run, see harness/remote.py.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 

@@ -7,14 +7,17 @@ import gc
 import getpass
 import itertools
 import os
+import re
 from collections.abc import Callable
 
+from harness import referee
 from harness.clock import synchronize
 
 
 def warm_up(model, step: Callable) -> None:
-    """Compiles the model: one call of step(loader) on random tokens. If memory runs out, halves device_batch_size and
-    tries again. Restores buffers and RNG state, but not the weights: reinitialize them."""
+    """Compiles the model: one call of step(loader) on random tokens, then predictions that must not see the future. If
+    memory runs out, halves device_batch_size and tries again. Restores buffers and RNG state, but not the weights:
+    reinitialize them."""
     import torch
 
     device, dtype = next(model.parameters()).device, getattr(model, "dtype", torch.float32)
@@ -26,10 +29,12 @@ def warm_up(model, step: Callable) -> None:
             try:
                 tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
                 step(itertools.repeat((tokens, tokens, 0)))
+                model.zero_grad()
+                referee.check(model, tokens, config.vocab_size)
                 synchronize()
                 break
-            except torch.OutOfMemoryError:
-                if config.device_batch_size == 1:
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or config.device_batch_size == 1:
                     raise
             gc.collect()
             sequences = config.total_batch_size // config.seq_len
@@ -40,6 +45,12 @@ def warm_up(model, step: Callable) -> None:
     model.zero_grad()
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the GPU or the host. Where cuBLAS or cuDNN cannot allocate its workspace, the error is a RuntimeError."""
+    said = re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error))
+    return bool(said) or isinstance(error, MemoryError)
 
 
 def num_params(model) -> int:

@@ -14,11 +14,11 @@ from prepare import PrepareError, Tokenizer, one_line
 
 
 def save_weights(model, tokenizer: Tokenizer) -> None:
-    """Writes weights (16-bit), config and the tokenizer's hash. A full disk costs the file, not the run."""
-    import torch
+    """Writes weights in their own dtypes, config and the tokenizer's hash. A full disk costs the file, not the run."""
     from safetensors.torch import save_file
 
-    state = {name: (t.half() if t.dtype == torch.float32 else t).contiguous() for name, t in model.state_dict().items()}
+    # copies, as the format refuses tensors that share memory
+    state = {name: t.to("cpu", copy=True).contiguous() for name, t in model.state_dict().items()}
     try:
         config = json.dumps(dataclasses.asdict(model.config))
         with prepare.new_file(harness.WEIGHTS) as file:

@@ -20,12 +20,15 @@ QUINTICS = [
 
 
 class SparseAdam:
-    """Adam without momentum and with one second moment per row; only rows that the step's batches look up move."""
+    """Adam without momentum and with one second moment per row; only rows that the step's batches look up move.
+
+    The n-th update of a row has the rate lr / (1 + n / half_lr), n from 0.
+    """
 
     def __init__(self, p: Tensor):
-        self.p, self.v = p, {}
+        self.p, self.v, self.updates = p, {}, {}
 
-    def step(self, lookups: list[tuple[int, Tensor]], lr: float, beta2: float) -> None:
+    def step(self, lookups: list[tuple[int, Tensor]], lr: float, beta2: float, half_lr: float) -> None:
         """lookups: row and gradient of each look-up; those of one row add up before they are squared."""
         grads: dict[int, Tensor] = {}
         for row, grad in lookups:
@@ -33,7 +36,9 @@ class SparseAdam:
         for row, grad in grads.items():
             square = grad.square().mean()
             self.v[row] = beta2 * self.v.get(row, square) + (1 - beta2) * square  # the first one counts in full
-            self.p[row] -= lr * grad / (self.v[row].sqrt() + 1e-10)
+            n = self.updates.get(row, 0)
+            self.p[row] -= lr / (1 + n / half_lr) * grad / (self.v[row].sqrt() + 1e-10)
+            self.updates[row] = n + 1
 
 
 class Muon:

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -199,11 +200,14 @@ def log(tmp_path):
     return log
 
 
-HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M\n"
-ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t9.0\n"
+HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\tbudget\tseed\ttokens_M\ttest_bpb\treason\tby\n"
+ROW = "abcdef0\t1.200000\t2.5\tkeep\tbefore\tT4\td\t300 s\t42\t9.0\t\t\trun\n"
+NOW = "abcdef0\t1.100000\t2.5\tkeep\tnow\tT4\td\t300 s\t42\t39.3\t\t\trun\n"
+EIGHT = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M\n"
+FIVE = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
-def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
+def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset_with_the_same_budget_and_seed(log):
     assert log(1.5) == "keep"
     assert log(1.5) == "discard"  # a tie is no gain
     assert log(1.6) == "discard"
@@ -212,13 +216,50 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
     assert log(1.3999999) == "discard"  # the same as written
     assert log(1.9, gpu="H100") == "keep"
     assert log(1.8, dataset="embedded-1") == "keep"
+    assert log(1.7, budget="60 s") == "keep"
+    assert log(1.0, report=True) == "report" and log(1.399, report=True, reason="killed") == "report"
+    assert log(1.41, seed=1) == "discard", "no score with that seed yet: the lowest counts"
+    assert log(1.405, seed=1) == "keep", "it is lower than with that seed before"
+    assert log(1.3, to_beat=1.2) == "discard" and log(1.35, to_beat=9.0) == "keep"
     log.path.write_text(log.path.read_text().replace("keep", "discard"))  # which does not make it worse
-    assert log(1.45) == "discard" and log(1.39) == "keep"
+    assert log(1.35) == "discard" and log(1.29) == "keep"
     header, *rows = log.path.read_text().splitlines(keepends=True)
     assert header == HEADER
-    assert rows[0] == "abcdef0\t1.500000\t2.5\tdiscard\ttry\tT4\td\t39.3\n"
-    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [2] [norms (nan, 1.0)]\tT4\td\t0.0\n"
-    assert len(harness.read_results(log.path)) == 10
+    assert rows[0] == "abcdef0\t1.500000\t2.5\tdiscard\ttry\tT4\td\t300 s\t42\t39.3\t\t\trun\n"
+    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [2]\tT4\td\t300 s\t42\t0.0\t\tnorms [nan, 1.0]\trun\n"
+    assert [row["by"] for row in harness.read_results(log.path)] == ["run"] * 9 + ["night"] * 2 + ["run"] * 2 + [
+        *("night", "night", "run", "run")
+    ]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "LR 1 -> 2, seed 42",
+        "x [2]",
+        "y, test 1.234567",
+        "z (train.py differs)",
+        "a, again on 1234567",
+        "tune tpe: b",
+        "",
+    ],
+)
+def test_each_value_is_read_as_it_was_written_whatever_the_subject_looks_like(log, subject):
+    values = dict(description=subject, gpu="H200, without FA3 as T4", budget="5e-06 M tokens", commit="abcdef0+")
+    values |= dict(seed=-1, test_bpb=1.234567)
+    log(1.5, **values)
+    log(0.0, **values | dict(reason="exit status 1, seed 7 [x]"))
+    scored, crashed = harness.read_results(log.path)
+    assert {key: scored[key] for key in values} == values and scored["reason"] == ""
+    assert {key: crashed[key] for key in values} == values | {"test_bpb": None}
+    assert crashed["reason"] == "exit status 1, seed 7 [x]"
+    assert [type(scored[key]) for key in ("val_bpb", "memory_gb", "seed", "tokens_M")] == [float, float, int, float]
+
+
+def test_a_budget_has_one_name():
+    assert harness.budget_name() == harness.budget_name(300) == "300 s" and harness.budget_name(0.5) == "0.5 s"
+    assert [harness.budget_name(None, n) for n in (62_400_000, 5)] == ["62.4 M tokens", "5e-06 M tokens"]
+    assert harness.budget_name(None, 1_234_567_891) != harness.budget_name(None, 1_234_567_892)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +268,34 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset(log):
 )
 def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
     log(1.5, description=subject, gpu=subject)
-    log(1.4)
+    log(1.4, budget="60 s")
     text = log.path.read_bytes().decode()
     assert len(text.splitlines()) == 3 and text.endswith("\n")
     rows = list(csv.DictReader(text.splitlines(), delimiter="\t"))  # quotes as pandas treats them
     assert [row["val_bpb"] for row in rows] == ["1.500000", "1.400000"]
     assert all(None not in row and None not in row.values() for row in rows)
     assert len(harness.read_results(log.path)) == 2
+
+
+def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
+    """Its analysis.ipynb takes five columns by name, turns two into numbers, counts each status in capitals, and draws
+    all but crashes over their number, the kept ones with their descriptions."""
+    for val_bpb, fields in ((1.3, {}), (1.35, {}), (0.0, {"reason": "NaN at step 3"}), (1.2, {"description": "nan"})):
+        log(val_bpb, **fields)
+    log(1.21, report=True, test_bpb=1.25)
+    lines = log.path.read_text("utf-8").splitlines()
+    rows = list(csv.DictReader(lines, delimiter="\t"))
+    assert list(rows[0])[:5] == ["commit", "val_bpb", "memory_gb", "status", "description"]
+    counts = [row["status"].strip().upper() for row in rows]
+    assert counts == ["KEEP", "DISCARD", "CRASH", "KEEP", "REPORT"]
+    valid = [row for row in rows if row["status"].strip().upper() != "CRASH"]
+    assert [float(row["val_bpb"]) for row in valid] == [1.3, 1.35, 1.2, 1.21] and float(rows[2]["memory_gb"]) == 0
+    kept = [float(row["val_bpb"]) for row in rows if row["status"] == "keep"]
+    assert min(kept) < kept[0] == float(rows[0]["val_bpb"]), "the gain over the first row"
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(log.path, sep="\t")
+    numbers = frame[["val_bpb", "memory_gb"]].apply(pandas.to_numeric, errors="coerce")
+    assert numbers.notna().all(axis=None) and frame["status"].str.upper().tolist() == counts
 
 
 def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
@@ -246,13 +308,16 @@ def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
 
 
 def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
-    code = (
-        "import sys, harness\nfor i in range(25): harness.log_result(val_bpb=1 + (i * 7 + int(sys.argv[2])) % 26 / 100"
-    )
-    code += ", memory_gb=1, gpu='g', dataset='d', commit='c', description='x' * 500, path=sys.argv[1])"
-    command = [sys.executable, "-c", code, str(log.path)]
-    writers = [subprocess.Popen([*command, str(i)], cwd=ROOT) for i in range(4)]
-    assert [writer.wait(600) for writer in writers] == [0] * 4
+    def write(writer: int) -> None:
+        for i in range(25):
+            log(1 + (i * 7 + writer) % 26 / 100, description="x" * 500)
+
+    writers = [multiprocessing.get_context("fork").Process(target=write, args=[i]) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 4
     assert len(log.path.read_text().splitlines()) == 101
     rows, best = harness.read_results(log.path), math.inf
     assert len(rows) == 100
@@ -261,40 +326,96 @@ def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
         best = min(best, row["val_bpb"])
 
 
+# Log, of older columns
+
+OLD_ROWS = {  # in eight columns: what it is
+    "a\t1.200000\t2.5\tkeep\twide (train.py differs), seed 7, test 1.234567\tH200 as T4, 38.6 M tokens\td\t38.6": dict(
+        commit="a+", description="wide (train.py differs)", seed=7, test_bpb=1.234567, gpu="H200 as T4",
+        budget="38.6 M tokens", tokens_M=38.6, status="keep", reason="",
+    ),
+    "b\t0.000000\t0.0\tcrash\tidea [2], seed 0 [NaN (1) at step 5]\tH200, without FA3\td\t0.0": dict(
+        commit="b", description="idea [2]", seed=0, test_bpb=None, gpu="H200, without FA3", budget="300 s",
+        status="crash", reason="NaN (1) at step 5",
+    ),
+    "c\t1.100000\t2.5\tdiscard\tidea [2], test 2\tcpu, 60 s, report\td\t1.0": dict(
+        commit="c", description="idea [2], test 2", seed=42, test_bpb=None, gpu="cpu", budget="60 s", status="report",
+    ),
+    "d\t1.100000\t2.5\tkeep\t\tcpu, 5e-06 M tokens\td\t1.0": dict(
+        commit="d", description="", seed=42, gpu="cpu", budget="5e-06 M tokens", status="keep",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize("half", ["", "e\t1.2", "\udcff\udcfe\0"])
+@pytest.mark.parametrize("header", [FIVE, EIGHT])
+def test_a_log_of_older_columns_is_read_and_moved_over_once_with_a_copy(log, capsys, header, half, start, end):
+    lines = [header[:-1], *("\t".join(row.split("\t")[: header.count("\t") + 1]) for row in OLD_ROWS), ""]
+    old = (start + end.join(lines) + half).encode("utf-8", "surrogateescape")
+    log.path.write_bytes(old)
+    before = harness.read_results(log.path)
+    assert log.path.read_bytes() == old, "reading changes nothing"
+    for row, expected in zip(before, OLD_ROWS.values(), strict=True):
+        wanted = expected if header == EIGHT else dict(commit=row["commit"], gpu="", budget="300 s", seed=42)
+        assert {key: row[key] for key in wanted} == wanted and row["by"] == ""
+    assert log(1.0, description="now") == "keep" and log(1.05, description="now") == "discard"
+    assert harness.read_results(log.path)[:-2] == before
+    text = log.path.read_bytes().decode("utf-8", "surrogateescape")
+    assert text.startswith(HEADER) and text.endswith("\trun\n") and (half in text)
+    (copy,) = log.path.parent.glob("results.tsv.*")
+    assert copy.read_bytes() == old and capsys.readouterr().err.count(copy.name) == 1
+
+
+def test_a_row_with_bytes_that_are_no_text_can_be_printed(log):
+    log.path.write_bytes((HEADER + ROW).encode().replace(b"before", b"caf\xe9"))
+    (row,) = harness.read_results(log.path)
+    assert row["description"] == "caf" and str(row).encode()
+
+
+def test_logs_of_several_formats_that_somebody_has_joined_are_read_and_get_one_header(log):
+    log.path.write_text(EIGHT + "\n".join(OLD_ROWS) + "\n" + HEADER + ROW + FIVE + "e\t1.0\t1.0\tkeep\tupstream\n")
+    before = harness.read_results(log.path)
+    assert [row["commit"] for row in before] == ["a+", "b", "c", "d", "abcdef0", "e"]
+    log(1.1, description="now")
+    assert harness.read_results(log.path)[:-1] == before and log.path.read_text().count("commit\t") == 1
+
+
 # Log, under faults
 
 
+@pytest.mark.parametrize("start", ["", "\ufeff"])
 @pytest.mark.parametrize(
     "content",
     [
         *("", HEADER, HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")),
         *(HEADER + ROW + garbage for garbage in ("half a row\t1.0", "\udcff\udcfe\0\0", "\n\n\n", "x" * 10**6)),
+        *(HEADER + ROW + ROW[:n] for n in (20, 40, 50)),  # torn, with as many fields as an older log has
+        HEADER + ROW + ROW.replace("1.200000", "nan"),
     ],
     ids=lambda content: repr(content[-20:]),
 )
-def test_the_row_comes_in_a_line_of_its_own_after_whatever_there_is(log, content):
+def test_the_row_comes_in_a_line_of_its_own_after_whatever_there_is(log, content, start):
+    content = start + content if content else ""
     log.path.write_bytes(content.encode(errors="surrogateescape"))
     assert log(1.1, description="now") == "keep"
     text = log.path.read_bytes().decode(errors="surrogateescape")
-    assert text.startswith(content or HEADER) and text.endswith("\nabcdef0\t1.100000\t2.5\tkeep\tnow\tT4\td\t39.3\n")
-    assert [row["description"] for row in harness.read_results(log.path)] == ["before"] * (ROW[:-1] in content) + [
-        "now"
-    ]
+    assert text.startswith(content or HEADER) and text.endswith("\n" + NOW)
+    rows = harness.read_results(log.path)
+    assert [row["description"] for row in rows] == ["before"] * (ROW[:-1] in content) + ["now"]
 
 
-@pytest.mark.parametrize(
-    "content", [HEADER[: HEADER.index("\tgpu")] + "\n", ROW, "something else\n", "\n" + HEADER, "a folder", "gone"]
-)
+@pytest.mark.parametrize("content", [ROW, "something else\n", "\n" + HEADER, "a folder", "gone"])
 def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(log, capsys, content):
     path = log.path.parent / "gone" / "results.tsv" if content == "gone" else log.path
     if content == "a folder":
         path.mkdir()
     elif content != "gone":
         path.write_text(content)
-    assert log(1.15, path=path) == "keep"
+    assert log(1.1, path=path, description="now") == "keep"
     assert path.is_dir() == (content == "a folder") and (not path.is_file() or path.read_text() == content)
     error = capsys.readouterr().err
-    assert re.search(r"cannot take this row .*\nabcdef0\t1.150000\t2.5\tkeep\ttry\tT4\td\t39.3$", error, re.MULTILINE)
+    assert re.search(r"cannot take this row .*, it is nowhere else:\n", error) and error.endswith(NOW)
 
 
 def test_a_row_on_another_dataset_is_written_though_nobody_reads_what_is_printed(log, monkeypatch):
@@ -331,7 +452,7 @@ def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(lo
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert log() == "keep"
     assert len(harness.read_results(log.path)) == 1
-    assert "writing this row without the lock" in capsys.readouterr().err and next(clock) > 60
+    assert "writing without the lock" in capsys.readouterr().err and next(clock) > 60
 
 
 def test_exported_git_variables_do_not_lead_to_another_repository(tmp_path, monkeypatch):
@@ -339,11 +460,229 @@ def test_exported_git_variables_do_not_lead_to_another_repository(tmp_path, monk
     other, here = tmp_path / "other", tmp_path / "here"
     for folder, subject in ((other, "theirs"), (here, "ours")):
         folder.mkdir()
-        for command in ("init -q", f"-c user.name=a -c user.email=a@b commit -q --allow-empty -m {subject}"):
+        for command in ("init -q", f"commit -q --allow-empty -m {subject}"):
             subprocess.run(["git", *command.split()], cwd=folder, env=harness.clean_environment(), check=True)
     monkeypatch.setattr(harness, "RESULTS", here / "results.tsv")
-    for name, value in dict(GIT_DIR=".git", GIT_INDEX_FILE=".git/index", GIT_WORK_TREE="").items():
-        monkeypatch.setenv(name, str(other / value))
+    local = harness.run_git("rev-parse", "--local-env-vars").stdout.decode().split()  # git's own list, of any version
+    local = {*local, "GIT_NAMESPACE", "GIT_QUARANTINE_PATH"} - {"GIT_CONFIG_COUNT", "GIT_CONFIG_PARAMETERS"}
+    for name in local:
+        monkeypatch.setenv(name, str(other / ".git"))
     assert harness.git_head()[1] == "ours"
     assert harness.run_git("log", "-1", "--format=%s").stdout == b"ours\n"
-    assert not {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"} & harness.clean_environment().keys()
+    harness.run_git("update-ref", "refs/heads/new", "HEAD")  # what GIT_QUARANTINE_PATH forbids, in a hook
+    assert not local & harness.clean_environment().keys()
+
+
+@pytest.mark.parametrize("folder", ["writable", "read-only"])
+def test_a_log_that_is_mounted_is_edited_in_place(log, folder):
+    """As in a container: it cannot be replaced by another file."""
+    log(1.2, description="é" * 50), log(1.3)
+    mounts = [f"mount --bind {path} {path}" for path in (log.path.parent, log.path)]
+    mounts += [f"mount -o remount,bind,ro {log.path.parent}"] * (folder == "read-only")
+    try:
+        if subprocess.run(["sh", "-ec", "\n".join(mounts)], capture_output=True).returncode:
+            pytest.skip("may not mount")
+        with harness.edit_log(log.path) as rows:
+            rows[0]["status"] = "discard"
+            del rows[1]
+        (row,) = harness.read_results(log.path)
+        assert row["status"] == "discard" and log.path.read_text().count("\n") == 2
+        log(1.1)
+        assert len(harness.read_results(log.path)) == 2
+    finally:
+        subprocess.run(["umount", log.path, log.path.parent], capture_output=True)
+    assert [path.name for path in log.path.parent.iterdir()] == ["results.tsv"]
+
+
+# The journal
+
+
+@pytest.fixture
+def git(log):
+    """A repository whose results.tsv is tracked, with its header; returns what runs git there."""
+
+    def run(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=log.path.parent, check=True, capture_output=True, text=True).stdout
+
+    log.path.write_text(HEADER)
+    run("init", "-q", "-b", "main"), run("add", "."), run("commit", "-q", "-m", "start")
+    return run
+
+
+def test_a_row_is_on_disk_when_the_run_is_told_its_status(log, git, synced):
+    """In the log and in its journal, whether it was appended or all was written anew."""
+    journal = harness.journal.journal_of(log.path)
+    log(1.3)
+    log(1.2)
+    assert dict(synced) == {path: path.read_bytes() for path in (log.path, journal)}
+    with harness.edit_log(log.path) as rows:
+        del rows[0]
+    assert dict(synced)[journal] == journal.read_bytes() and log.path.read_bytes() in dict(synced).values()
+
+
+def described(log) -> list[str]:
+    return [row["description"] for row in harness.read_results(log.path)]
+
+
+@pytest.mark.parametrize(
+    "script", ["reset -q --hard", "stash -q", "checkout -q .", "restore .", "checkout -q -f --detach HEAD"]
+)
+def test_rows_that_git_takes_from_the_log_are_put_back_in_their_order_and_it_says_so(log, git, capsys, script):
+    log(1.3, description="a"), log(1.2, description="b"), log(1.25, description="c")
+    with harness.edit_log(log.path) as rows:
+        rows[0] |= dict(status="discard", by="night")
+        rows.append(rows.pop(1))
+    text = log.path.read_text()
+    git(*script.split())
+    assert log.path.read_text() == HEADER and not capsys.readouterr().err
+    assert described(log) == ["a", "c", "b"] and log.path.read_text() == text
+    found = re.search("results.tsv has lost 3 rows, put back from (.*): ", capsys.readouterr().err)
+    assert open(found[1]).read().startswith(HEADER), "a log by itself"
+    git(*script.split())
+    log(1.1, description="d")  # who writes puts them back, too
+    assert log.path.read_text().startswith(text) and described(log) == ["a", "c", "b", "d"]
+    assert described(log) == ["a", "c", "b", "d"] and capsys.readouterr().err.count("has lost") == 1
+
+
+def test_only_what_is_lost_is_put_back_and_equal_rows_are_counted(log, git):
+    for name in ("a", "a", "b"):
+        log(1.3, description=name)
+    git("commit", "-qam", "rows")
+    log(1.2, description="c")
+    git("reset", "-q", "--hard")
+    assert described(log) == ["a", "a", "b", "c"]
+    log.path.write_text(log.path.read_text().replace("\ta\t", "\tedited by hand\t", 1))
+    assert described(log) == ["edited by hand", "a", "b", "c"], "of the same run"
+    lines = log.path.read_text().splitlines(keepends=True)
+    log.path.write_text("".join(lines[:2] + lines[3:]))
+    assert described(log).count("c") == 1 and len(described(log)) == 4
+
+
+def test_a_persons_word_comes_back_with_the_row_that_git_has_set_back(log, git):
+    log(1.3)
+    git("commit", "-qam", "rows")
+    with harness.edit_log(log.path) as rows:
+        rows[0] |= dict(status="discard", by="person")
+    git("reset", "-q", "--hard")
+    assert [(row["status"], row["by"]) for row in harness.read_results(log.path)] == [("discard", "person")]
+
+
+def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, monkeypatch, capsys):
+    monkeypatch.setattr(harness.log, "time", SimpleNamespace(sleep=lambda seconds: None))
+    log(1.3, description="a")
+    old = log.path.rename(log.path.with_name("results.tsv.before"))
+    assert described(log) == []
+    log(1.4, description="b")
+    assert described(log) == ["b"] and "results.tsv is gone: a new one begins" in capsys.readouterr().err
+    git("checkout", "-q", ".")
+    assert described(log) == ["b"], "and nothing of the night before"
+    old.rename(log.path)
+    assert described(log) == ["a"], "another log is not mixed with it"
+    log(1.2, description="c")
+    git("checkout", "-q", ".")
+    assert described(log) == ["a", "c"]
+
+
+def test_a_log_that_git_is_about_to_write_is_waited_for(log, git, monkeypatch):
+    """In a checkout, it is missing for a moment."""
+    log(1.3, description="a")
+    text = log.path.read_text()
+    log.path.unlink()
+    monkeypatch.setattr(harness.log, "time", SimpleNamespace(sleep=lambda seconds: log.path.write_text(HEADER)))
+    log(1.2, description="b")
+    assert described(log) == ["a", "b"] and log.path.read_text().startswith(text)
+
+
+def test_each_worktree_has_a_journal_of_its_own_and_a_folder_within_a_repository_too(log, git, tmp_path):
+    log(1.3, description="a")
+    git("worktree", "add", "-q", "other")
+    (tmp_path / "sub").mkdir()
+    for folder in (tmp_path / "other", tmp_path / "sub"):
+        path = folder / "results.tsv"
+        path.write_text(HEADER)
+        assert harness.read_results(path) == []
+        log(1.2, path=path, description="b")
+        path.write_text(HEADER)
+        assert [row["description"] for row in harness.read_results(path)] == ["b"]
+    assert described(log) == ["a"]
+
+
+def test_a_row_that_the_file_cannot_take_waits_in_the_journal_and_is_put_back(log, git, capsys):
+    log(1.3, description="a")
+    text = log.path.read_text()
+    log.path.write_text("my notes\n")
+    assert log(1.2, description="b") == "keep" and log(1.25, description="c") == "discard"
+    assert log.path.read_text() == "my notes\n" and "it waits in " in capsys.readouterr().err
+    assert described(log) == ["a", "b", "c"], "for whoever reads"
+    log.path.write_text(text)
+    assert described(log) == ["a", "b", "c"] and log.path.read_text().count("\n") == 4
+
+
+def test_a_row_on_a_full_disk_waits_in_the_journal(log, git, tmpfs):
+    """The log is a link to a disk that is full."""
+    log(1.3, description="a")
+    (tmpfs / "results.tsv").write_text(log.path.read_text())
+    log.path.unlink()
+    log.path.symlink_to(tmpfs / "results.tsv")
+    fill = subprocess.run(f"head -c 2M /dev/zero > {tmpfs}/fill; truncate -s 4096 {tmpfs}/results.tsv", shell=True)
+    assert fill.returncode == 0
+    (tmpfs / "results.tsv").write_text(HEADER + ROW.replace("before", "x" * (4096 - len(HEADER + ROW) + 6)))
+    log(1.2, description="b")
+    assert "b" not in (tmpfs / "results.tsv").read_text().split("\t")
+    (tmpfs / "fill").unlink()
+    assert described(log)[-1] == "b" and "b" in (tmpfs / "results.tsv").read_text().split("\t")
+
+
+@pytest.mark.parametrize("fault", ["a folder", "a link to nowhere", "half a line"])
+def test_a_journal_that_cannot_be_written_or_read_costs_no_row(log, git, capsys, fault):
+    log(1.4, description="start"), log(1.3, description="a")
+    (journal,) = (log.path.parent / ".git").glob("*.journal")
+    if fault == "half a line":
+        journal.write_bytes(journal.read_bytes()[:-20] + b"\xff")
+    else:
+        journal.unlink()
+        journal.mkdir() if fault == "a folder" else journal.symlink_to("/no/such/disk")
+    log(1.2, description="b")
+    assert described(log) == ["start", "a", "b"]
+    if fault != "half a line":
+        log.path.write_text("my notes\n")
+        log(1.1)
+        assert ", it is nowhere else:\n" in capsys.readouterr().err
+    else:
+        git("reset", "-q", "--hard")
+        assert described(log) == ["start", "a", "b"]
+
+
+def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_its_own(log, git, monkeypatch):
+    """Whichever of those that decide its number. A subject may contain anything."""
+    monkeypatch.setattr(harness, "RESULTS", log.path)
+    folder = log.path.parent
+    (folder / "harness").mkdir()
+    for name in ("train.py", "prepare.py", "kernels.py", "harness/clock.py", "README.md"):
+        (folder / name).write_text("1\n")
+    git("add", "."), git("commit", "-qm", "idea, seed 7 [x]")
+    commit = git("rev-parse", "HEAD")[:7]
+    assert harness.git_head() == (commit, "idea, seed 7 [x]")
+    (folder / "README.md").write_text("2\n")
+    assert harness.git_head() == (commit, "idea, seed 7 [x]")
+    for name in ("train.py", "prepare.py", "kernels.py", "harness/clock.py"):
+        (folder / name).write_text("2\n")
+        assert harness.git_head() == (f"{commit}+", f"idea, seed 7 [x] (uncommitted: {name})")
+        (folder / name).write_text("1\n")
+    (folder / "harness" / "notes.txt").write_text("no code\n")
+    (folder / "harness" / "new.py").write_text("# git has not seen it\n")
+    (folder / ".git" / "info" / "exclude").write_text("new.py\n")
+    assert harness.git_head() == (f"{commit}+", "idea, seed 7 [x] (uncommitted: harness/new.py)")
+
+
+@pytest.mark.parametrize("object_format", ["sha1", "sha256"])
+def test_commits_have_seven_digits_whatever_the_hash(tmp_path, monkeypatch, object_format):
+    from night import git as nights
+
+    monkeypatch.setattr(nights, "ROOT", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    script = f"git init -q --object-format={object_format}; git commit -q --allow-empty -m 'a subject'"
+    subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True)
+    commit = nights.commit_of("HEAD")
+    assert len(commit) == 7 and nights.revisions(["HEAD"]) == [(commit, "a subject")] == [harness.git_head()]
+    assert nights.in_history([{"commit": commit}, {"commit": f"{commit}+"}]) == [{"commit": commit}]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import time
 import tracemalloc
@@ -30,6 +31,13 @@ def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
     assert run.returncode == 0 and "ready: corpus-" in run.stdout, run
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
     assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
+
+
+def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
+    (tmp_path / "🚀").symlink_to(prepared)
+    monkeypatch.setenv("PYTHONIOENCODING", "gbk")
+    run = run_prepare(cache=tmp_path / "🚀")
+    assert run.returncode == 0 and re.search(r"ready: .* in .*/\?/", run.stdout), run
 
 
 @pytest.mark.parametrize("victim", ["train_00001.bin", "val_00000.bin", "test_00000.bin"])
@@ -275,12 +283,12 @@ def test_any_text_survives_its_shard(tokenizer, tmp_path, text):
 
 
 def test_validation_batches_are_the_stream_in_order(tokenizer, device):
+    """And stay so while others are read."""
     stream = prepare.TokenStream(tokenizer, "val")
     text = torch.from_numpy(stream.read(0, len(stream)).astype(np.int64))
     B, T = 3, 37
-    loader = make_dataloader(tokenizer, B, T, "val", device)
-    for step in range(5):
-        x, y, epoch = next(loader)
+    batches = [*islice(make_dataloader(tokenizer, B, T, "val", device), 5)]
+    for step, (x, y, epoch) in enumerate(batches):
         start = step * B * T
         assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64 and epoch == 1
         assert x.device.type == device.type
@@ -332,6 +340,24 @@ def test_training_text_does_not_depend_on_batch_size(tokenizer):
         batches = islice(make_dataloader(tokenizer, B, 64, "train", "cpu"), 600 // B)
         rows[B] = torch.cat([torch.cat([x, y], dim=1) for x, y, _ in batches])
     assert torch.equal(rows[1], rows[4])
+
+
+def test_a_batch_for_a_gpu_is_pinned_and_copied_without_a_wait(tokenizer, monkeypatch):
+    """Otherwise the host waits for the kernels before it, and the GPU then for the host."""
+    empty, asked = torch.empty, []
+
+    def make(*size, pin_memory, **options):
+        asked.append(pin_memory)
+        return empty(*size, **options)
+
+    def copy(batch, device, non_blocking=False):
+        asked.append((device.type, non_blocking))
+        return batch
+
+    monkeypatch.setattr(torch, "empty", make)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    next(make_dataloader(tokenizer, 2, 64, "train", "cuda"))
+    assert asked == [True, ("cuda", True)]
 
 
 @pytest.mark.gpu

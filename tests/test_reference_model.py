@@ -15,8 +15,6 @@ from reference_model import relative_error
 
 import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIG = train.Config(
     depth=4, n_embd=48, head_dim=16, seq_len=24, window=8, full_heads=1, device_batch_size=2, total_batch_size=48,
     ngram_rows=64, vocab_size=40,

@@ -13,8 +13,6 @@ from reference_model import relative_error
 
 import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LR, DECAY, MOMENTUM = (0.1, 0.2, 0.05, 0.1, 0.1, 0.02), (2.0, 1.0, 0.0, 3.0, 1.0, 1.0), (0.7, 0.8, 0.9, 0.85, 0.9, 0.9)
 
 
@@ -23,7 +21,7 @@ def make(kind: str, params: list[torch.nn.Parameter], betas=(0.0, 0.9), dtype=to
 
     kind: adamw, rows, or muon, whose Newton-Schulz iteration runs in dtype.
     """
-    rates = dict(lr=0.0, betas=betas, beta2=betas[1], weight_decay=0.0, momentum=0.0)
+    rates = dict(lr=0.0, betas=betas, beta2=betas[1], half_lr=4.0, weight_decay=0.0, momentum=0.0)
     seen = torch.nn.Parameter(torch.zeros(1))
     groups = dict(kind=kind, params=params), dict(kind="adamw", params=[seen])
     return train.MuonAdamW([group | rates for group in groups], dtype)
@@ -177,7 +175,7 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
                 ids, grads = torch.randint(0, 20, (4, 6)), 10.0 ** (i - 6) * torch.randn(4, 6, 8)
                 (factor * look_up(optimizer, p, ids) * grads).sum().backward()
                 lookups += zip(ids.flatten().tolist(), grads.flatten(0, 1).double(), strict=True)
-            r.step(lookups, LR[i], 0.9)
+            r.step(lookups, LR[i], 0.9, 4.0)
     assert_close(params, copies, 1e-5)
     for p, old in zip(params, before, strict=True):
         assert torch.equal(p[20:], old[20:]), "a row that nobody looked up has moved"
@@ -195,8 +193,8 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
         assert p.grad is None and not optimizer.row_grads[p]
         moved = (p.detach() != before).any(1).tolist()
         assert moved == [False, True, False, scale == 1, False]
-    (exp_avg_sq,) = optimizer.param_groups[0]["state"]
-    assert exp_avg_sq.dtype == torch.float32 and exp_avg_sq.flatten().tolist() == [0, 1, 0, 1, 0]
+    (state,) = optimizer.param_groups[0]["state"]
+    assert state.dtype == torch.float32 and state.tolist() == [[0, 0], [1, 2], [0, 0], [1, 1], [0, 0]]
 
 
 # -- The experiment's own groups and schedules
@@ -215,7 +213,7 @@ def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
     constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
     constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
-    constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25)
+    constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25, NGRAM_HALF_LR=64)
     for name, value in constants.items():
         monkeypatch.setattr(train, name, value)
     wide = (48 / 768) ** -0.5  # rates of embeddings and head are stated for width 768
@@ -235,13 +233,17 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
     for name, group in groups_by_parameter()[1].items():
         kind, lr, betas, decay = next(value for part, value in expected.items() if part in name.split("."))
         assert (group["kind"], group["betas"], group["weight_decay"]) == (kind, betas, decay), name
-        assert kind != "rows" or group["beta2"] == 0.8
+        half_lr = 64 if "ngram_embeds.0" in name else 16
+        assert kind != "rows" or (group["beta2"], group["half_lr"]) == (0.8, half_lr)
         assert group["lr"] == pytest.approx(lr), name
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.3, 0.999, 1.0])
 def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
-    """Rates to the final fraction, but those of tables stay; the decay to zero, but that of value embeddings stays."""
+    """Rates to the final fraction, but those of tables stay: there the updates that halve a row's rate fall, to 1/16.
+
+    The decay to zero, but that of value embeddings stays.
+    """
     monkeypatch.setattr(train, "FINAL_LR", 0.1)
     optimizer, groups = groups_by_parameter()
     before = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
@@ -251,3 +253,6 @@ def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
         (lr, decay), matrix = before[name], group["kind"] == "muon"
         assert group["lr"] == pytest.approx(lr * (1 if "ngram" in name else 1 - 0.9 * progress), rel=1e-9), name
         assert group["weight_decay"] == pytest.approx(decay * (1 - progress * matrix), abs=1e-12), name
+        if group["kind"] == "rows":
+            full = train.NGRAM_HALF_LR / (1 if "ngram_embeds.0" in name else 4)
+            assert group["half_lr"] == pytest.approx(full * (1 - progress + progress / 16)), name

@@ -147,18 +147,21 @@ def test_a_run_says_which_size_is_live_and_why(monkeypatch, capsys):
     train.pick_size(harness.named_gpu("T4"))
     assert said(capsys) == "Size by SIZES[1], for 6.51e+13 FLOP/s\n"
     monkeypatch.setattr(train, "SIZE", TINY)
-    for name, row in (("T4", 1), ("H100", 5), ("cpu", 0)):
+    for name, row in (("T4", 1), ("H100", 4), ("cpu", 0)):
         assert train.pick_size(harness.named_gpu(name)) == TINY
         assert said(capsys).startswith(f"Size by SIZE instead of SIZES[{row}], for ")
 
 
-def test_in_fp16_there_are_no_experts_whichever_gpu_lends_its_size_and_a_run_says_so(capsys):
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0)])
+def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_its_size_and_a_run_says_so(
+    capability, capsys
+):
     said(capsys)
     h100 = harness.named_gpu("H100")
     assert train.pick_size(h100).num_experts == 32 and "No experts" not in said(capsys)
-    config = train.pick_size(h100._replace(capability=(7, 5)))  # `--gpu H100` on a T4
+    config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
     assert config == dataclasses.replace(train.pick_size(h100), num_experts=0)
-    assert "No experts: in fp16 they end in NaN" in said(capsys)
+    assert "No experts: only sm_90 and sm_10x have a fast F.grouped_mm" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +329,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
     assert average(x, y).item() == expected != model(x, y).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["fa3", "fa2"])
 def test_the_trunk_compiles_with_exact_windows(monkeypatch, exact_windows, attention):
     monkeypatch.setattr(train, "BACKENDS", [SDPBackend.MATH])  # in bf16 a CPU's fused kernel needs AVX-512
@@ -519,7 +523,7 @@ ANY = {"ours": train.make_optimizer, "AdamW": adamw, "SGD": sgd}
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def any_model(request, exact_windows, one_thread):
+def any_model(request, exact_windows):
     """In each dtype. Only pieces of 64 in one block: 16-bit attention is slow on a CPU."""
     config = dataclasses.replace(TINY, depth=1)
     return build(config)[0] if request.param == torch.float32 else half(request.param, config)
@@ -681,11 +685,13 @@ def test_queries_keys_and_values_are_three_matrices_to_muon_whatever_their_width
         p = train.declare(torch.nn.Parameter(torch.zeros(sum(rows), 64)), None, train.muon(1.0, (rows, -2)))
         group = p.optim | dict(params=[p], weight_decay=0.0)
         optimizer = train.MuonAdamW([group], torch.float32)
-        p.grad = torch.randn_like(p)
+        # Singular values from 1 to 2: five iterations leave those near 0, which a random matrix has, too low.
+        blocks = [torch.nn.init.orthogonal_(torch.empty(n, 64)) for n in rows]
+        p.grad = torch.cat([torch.linspace(1, 2, len(block))[:, None] * block for block in blocks])
         optimizer.step()
         for part in p.detach().split(rows):
             singular = torch.linalg.svdvals(part)
-            assert singular.max() / singular.min() < 1.6, "each is orthogonal"
+            assert singular.max() / singular.min() < 1.5, "each is orthogonal"
 
 
 def test_four_bit_evaluation_saves_no_activations(monkeypatch):
@@ -737,9 +743,9 @@ class WithStatistics(train.GPT):
         return super().forward(idx, *args)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, one_thread, dtype, kind):
+def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, dtype, kind):
     """Nothing of it knows that it was warmed up, so torch.optim.AdamW in place of our optimizer works as well."""
     monkeypatch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
     monkeypatch.setattr(train, "GPT", WithStatistics)
@@ -756,8 +762,30 @@ def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenize
     assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize("fits", [2, 0])
-def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_as_one_sequence(fits, capsys):
+def test_the_clock_starts_once_the_warm_up_has_compiled(monkeypatch, tokenizer):
+    """The first step takes minutes, each further one a second."""
+    now, seconds, train_step = [0.0], itertools.chain([300.0], itertools.repeat(1.0)), train.train_step
+
+    def timed_step(*args):
+        now[0] += next(seconds)
+        return train_step(*args)
+
+    monkeypatch.setattr(harness.clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train, "train_step", timed_step)
+    clock = Clock(seconds=5)
+    run_loop(tokenizer, clock, monkeypatch)
+    assert clock.steps == clock.elapsed() == 5
+
+
+@pytest.mark.parametrize(
+    ("fits", "error"),
+    [
+        (2, torch.OutOfMemoryError("CUDA out of memory")),
+        (0, torch.OutOfMemoryError("CUDA out of memory")),
+        (2, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+    ],
+)
+def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_as_one_sequence(fits, error, capsys):
     model, _ = build(dataclasses.replace(TINY, device_batch_size=9, total_batch_size=18 * 64))
     seen = []
 
@@ -766,7 +794,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
         assert model.embed.weight.grad is None
         model.embed.weight.grad = torch.ones_like(model.embed.weight)  # which the next attempt must not find
         if seen[-1] > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
 
     if fits:
         harness.warm_up(model, step)
@@ -776,9 +804,21 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
     assert seen == [9, 3, 1] and model.config.device_batch_size == 1 and model.config.total_batch_size == 18 * 64
     assert capsys.readouterr().out.count("Out of memory") == 2
 
+    def broken(loader):
+        seen.append("once")
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        harness.warm_up(build(TINY)[0], broken)
+    assert seen == [9, 3, 1, "once"]
+
 
 @pytest.mark.parametrize(
-    ("epochs", "resets"), [(0.97, []), (1.01, [2]), (1.1, [3]), (1.5, [9]), (2.04, [2, 13]), (2.5, [6, 16])]
+    ("epochs", "resets"),
+    [
+        *((0.97, []), (1.01, [2]), (2.5, [6, 16])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.1, [3]), (1.5, [9]), (2.04, [2, 13]))),
+    ],
 )  # the pace is known from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
@@ -792,7 +832,8 @@ def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monk
     monkeypatch.setattr(prepare.TokenStream, "__len__", lambda self: int(128 * 25 / epochs))
     clock = Clock(tokens=128 * 25)
     run_loop(tokenizer, clock, monkeypatch)
-    assert calls == [(step, True, (TINY.ngram_rows, TINY.n_embd)) for step in resets for _ in train.NGRAMS]
+    columns = [TINY.n_embd] * 3 + [2] * 3  # tables; their second moments and updates
+    assert calls == [(step, True, (TINY.ngram_rows, c)) for step in resets for c in columns]
 
 
 def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lends_its_size(monkeypatch, tokenizer):

@@ -1,0 +1,76 @@
+"""The journal of results.tsv: a file in the git directory, out of reach of git reset, stash and checkout.
+
+Only ever appended to: each row as it is logged and, whenever rows change, a header and all rows. The rows after the
+last header are the log as it should be.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import subprocess
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from harness.columns import HEADER, format_row, identity, parse_row
+from harness.git import run_git
+
+
+@functools.cache
+def journal_of(log: Path) -> Path:
+    """Where the journal of a log is, by worktree; /dev/null without git."""
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        out = run_git("rev-parse", "--show-prefix", "--git-path", ".", cwd=log.parent, timeout=10).stdout
+        prefix, folder = os.fsdecode(out).removesuffix("\n").split("\n")
+        return Path(log.parent, folder, "-".join([*Path(prefix).parts, f"{log.name}.journal"])).resolve()
+    return Path(os.devnull)
+
+
+def remembered(journal: Path) -> list[dict]:
+    """The rows of the log as it should be."""
+    with suppress(OSError):
+        text = journal.read_text("utf-8", "surrogateescape").rpartition(f"{HEADER}\n")[2]
+        return [row for row in map(parse_row, text.split("\n")) if row]
+    return []
+
+
+def remember(journal: Path, rows: list[dict]) -> None:
+    """Makes these the log as it should be."""
+    before, after = (list(map(format_row, some)) for some in (remembered(journal), rows))
+    more = before and after[: len(before)] == before
+    with suppress(OSError), open(journal, "ab+", buffering=0) as file:
+        append(file, after[len(before) :] if more else [HEADER, *after])
+
+
+def append(file, lines: list[str]) -> None:
+    """Appends lines, none of them to half a line, and waits until they are on disk. OSError if not all fit."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if file.read(1) not in (b"", b"\n"):
+        lines = ["", *lines]
+    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+    if file.write(data) < len(data):
+        file.truncate(size)
+        raise OSError(errno.ENOSPC, "the disk is full")
+    os.fsync(file.fileno())
+
+
+def repair(own: list[dict], rows: list[dict]) -> int:
+    """Puts those of the remembered rows that a log has lost at its end, and a person's word on those that it has kept;
+    returns how many. A log that has rows, but none of these, is another one that somebody put there."""
+    left = Counter(map(identity, own))
+    if own and not any(identity(row) in left for row in rows):
+        return 0
+    words = {identity(row): row for row in rows if row["by"] == "person"}
+    overruled = [row for row in own if identity(row) in words and row["by"] != "person"]
+    for row in overruled:
+        row |= {key: words[identity(row)][key] for key in ("status", "by")}
+    lost = []
+    for row in rows:
+        left[identity(row)] -= 1
+        if left[identity(row)] < 0:
+            lost.append(row)
+    own += lost
+    return len(lost) + len(overruled)

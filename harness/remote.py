@@ -1,0 +1,150 @@
+"""
+A score that train.py's process cannot change: another one asks it for logits, computes the score and takes the time.
+
+night's supervisor reads the held-out text before train.py starts, and gives out inputs alone. What it gets is read as
+JSON and raw bytes, never unpickled. Logits come row by row through a file in memory, and are looked at in a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import mmap
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from harness.gpu import imitate
+from harness.record import night_record
+from harness.referee import Predictor, Unscorable, bits_per_byte, predict
+from prepare import Tokenizer, TokenStream, eval_batches, evaluating
+
+TOLERANCE = 10  # seconds beyond the budget, for the last step and the first prediction
+MESSAGE = 2**16  # bytes, at most
+
+
+# ---- In train.py's process
+@functools.cache
+def referee() -> Connection | None:
+    """The connection to the process that scores this one; None if the run is not locked."""
+    return Connection(night_record()["referee"]) if "referee" in night_record() else None
+
+
+def tell(**message) -> None:
+    with suppress(OSError):  # it has ended
+        if referee():
+            referee().send_bytes(json.dumps(message).encode())
+
+
+def answer(model, vocab: int, split: str) -> float:
+    """Predicts what the referee asks for, until that knows the score. Raises Unscorable if it refuses."""
+    import torch
+
+    B, T = model.config.device_batch_size, model.config.seq_len
+    device, dtype = next(model.parameters()).device, str(getattr(model, "dtype", None))
+    tell(split=split, batch_size=B, seq_len=T, dtype=dtype, memory=torch.cuda.max_memory_allocated())
+    with evaluating(model):
+        while not isinstance(question := referee().recv(), float):
+            if isinstance(question, Exception):
+                raise question
+            shared = mmap.mmap(night_record()["logits"], 4 * T * vocab)
+            shared = torch.frombuffer(shared, dtype=torch.float32).view(T, vocab)
+            for row in predict(model, torch.from_numpy(question).to(device), vocab):
+                shared.copy_(row)
+                referee().send_bytes(b"")
+                referee().recv()  # it has a copy
+    return question
+
+
+# ---- In the supervisor's
+class Referee(Predictor):
+    """Scores a run that is about to start: a thread, which ends with it. `row`: what its row then says."""
+
+    def __init__(self, splits: list[str], gpu: str | None, seconds: float):
+        """gpu: that the run imitates; seconds: its budget."""
+        import torch
+
+        torch.ones(1).exp()  # see harness.run
+        self.tokenizer, self.gpu, self.seconds = Tokenizer.from_directory(), gpu, seconds
+        self.vocab, self.text = self.tokenizer.get_vocab_size(), {}
+        for split in splits:  # into memory, as it is before the run: each target, with its input and its size
+            TokenStream(self.tokenizer, split, verify=True)
+            self.text[split] = [t.flatten() for t in eval_batches(self.tokenizer, split, 1, 1, "cpu")]
+        ours, self.theirs = socket.socketpair()
+        self.channel, self.logits = Connection(ours.detach()), os.memfd_create("logits")
+        self.record = dict(referee=self.theirs.fileno(), logits=self.logits)
+        self.row, self.scores, self.times, self.tokens = {}, {}, "not scored", 0.0
+        self.created, self.began, self.answered = time.monotonic(), None, None
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        try:
+            while len(self.scores) < len(self.text):
+                self.take(self.hear())
+            self.row = dict(tokens_M=self.tokens / 1e6, memory_gb=self.memory / 2**30, **self.scores)
+        except (EOFError, OSError):  # it has ended
+            pass
+        except Exception as error:
+            known = isinstance(error, (Unscorable, FloatingPointError))
+            self.row = dict(val_bpb=0.0, memory_gb=0.0, reason=str(error) if known else f"no score: {error!r}")
+            with suppress(OSError):
+                self.channel.send(Unscorable(self.row["reason"]))
+        self.channel.close()
+
+    def end(self, patience: float) -> None:
+        """Once the run has ended, with all processes that it has started."""
+        self.theirs.close()
+        self.thread.join(patience)
+
+    def hear(self) -> dict:
+        """The next message; {} if it is that a row is there. Raises Unscorable with the reason of a run that failed."""
+        message = json.loads(self.channel.recv_bytes(MESSAGE) or b"{}")
+        if "reason" in message:
+            raise Unscorable(str(message["reason"])[:200])
+        if not all(0 <= message.get(key, 0) < 1e15 for key in ("tokens", "memory")):
+            raise Unscorable(f"{message} has no number of tokens or bytes")
+        return message
+
+    def take(self, message: dict) -> None:
+        if "tokens" in message:  # when the first step begins, as 0, and when the last one has ended
+            self.tokens, self.began = message["tokens"], self.began or time.monotonic()
+        if "split" in message:
+            self.memory = message["memory"]
+            self.score(*(message[key] for key in ("split", "batch_size", "seq_len", "dtype")))
+
+    def score(self, split: str, B: int, T: int, dtype: str) -> None:
+        import torch
+        from torch.nn.functional import pad
+
+        if f"{split}_bpb" in self.scores or min(B, T) < 1 or B * T > 2**23:
+            raise Unscorable(f"cannot score {split} in batches of {B} x {T}")
+        device = torch.device("cuda" if imitate(self.gpu).capability else "cpu")
+        text = zip(self.text[split], (0, -1, 0), strict=True)  # padded as by eval_batches
+        batches = [pad(t, (0, -len(t) % (B * T)), value=v).view(-1, B, T).to(device) for t, v in text]
+        self.dtype = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}.get(dtype)
+        self.copy = torch.empty(T, self.vocab, pin_memory=device.type == "cuda")
+        os.ftruncate(self.logits, self.copy.nbytes)
+        bpb = bits_per_byte(self, *batches)
+        if not math.isfinite(bpb):
+            raise FloatingPointError(f"{split}_bpb is {bpb}")
+        began = self.began or self.created
+        training = self.answered - began  # until it predicts: what it does before that may be training
+        self.times = f"{began - self.created:.1f} s to the first step, {training:.1f} s of training"
+        if training > self.seconds + TOLERANCE:
+            raise Unscorable(f"trained for {training:.0f} s, not {self.seconds:.0f}")
+        self.scores[f"{split}_bpb"] = bpb
+        self.channel.send(bpb)
+
+    def rows(self, x):
+        self.channel.send(x.cpu().numpy())
+        for _ in x:
+            self.hear()
+            self.answered = self.answered or time.monotonic()
+            if os.preadv(self.logits, [self.copy.numpy()], 0) < self.copy.nbytes:
+                raise Unscorable("the logits are gone")
+            self.channel.send(None)
+            yield self.copy.to(x.device)

@@ -1,0 +1,661 @@
+"""The referee: no honest model is refused, however unusual; a false one is refused, or scored as what it predicts."""
+
+import dataclasses
+import itertools
+import math
+import random
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_corpus import texts
+from torch import nn
+
+import harness
+import prepare
+import train
+from harness import referee
+
+B, T, C = 6, 48, 16
+
+
+class LM(nn.Module):
+    """Embeds tokens, mixes over positions, predicts. Most models here only change how it mixes."""
+
+    def __init__(self, vocab: int, seed: int = 0):
+        super().__init__()
+        self.vocab = vocab
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embed, self.at = nn.Embedding(vocab, C), nn.Embedding(512, C)
+            self.linear, self.lm_head = nn.Linear(C, C), nn.Linear(C, vocab)
+            self.make()
+
+    def make(self) -> None:
+        pass
+
+    def mix(self, x, idx):  # x: (B, T, C)
+        return x
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        logits = self.lm_head(self.mix(self.embed(idx), idx))  # (B, T, V)
+        return logits if targets is None else self.loss(logits, targets, reduction)
+
+    def loss(self, logits, targets, reduction):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+
+def attend(x, **options):
+    return F.scaled_dot_product_attention(x, x, x, **options)
+
+
+def named(registry: dict):
+    return lambda cls: registry.setdefault(cls.__name__, cls)
+
+
+HONEST: dict[str, type] = {}
+FALSE: dict[str, tuple] = {}
+honest = named(HONEST)
+
+
+def false(reason: str):
+    """`reason`: a pattern of the row's reason."""
+    return lambda cls: FALSE.setdefault(cls.__name__, (cls, reason))[0]
+
+
+honest(LM)
+
+
+@honest
+class Attention(LM):
+    def mix(self, x, idx):
+        return x + attend(x, is_causal=True)
+
+
+@honest
+class Window(LM):
+    def mix(self, x, idx):
+        near = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril().triu(-5)
+        return x + attend(x, attn_mask=near)
+
+
+@honest
+class WithinDocuments(LM):
+    """No attention beyond the last BOS."""
+
+    def mix(self, x, idx):
+        document = (idx == self.vocab - 4).cumsum(1)
+        same = document[:, :, None] == document[:, None]
+        return x + attend(x, attn_mask=same & same.new_ones(idx.size(1), idx.size(1)).tril())
+
+
+@honest
+class LinearAttention(LM):
+    def mix(self, x, idx):
+        return x + (x[..., :, None] * x[..., None, :]).cumsum(1).mean(-1)
+
+
+@honest
+class Recurrent(LM):
+    def make(self):
+        self.rnn = nn.GRU(C, C, batch_first=True)
+
+    def mix(self, x, idx):
+        return self.rnn(x)[0]
+
+
+@honest
+class Convolution(LM):
+    def make(self):
+        self.conv = nn.Conv1d(C, C, 4)
+
+    def mix(self, x, idx):
+        return self.conv(F.pad(x.mT, (3, 0))).mT
+
+
+@honest
+class Dropout(LM):
+    def make(self):
+        self.dropout = nn.Dropout(0.5)
+
+    def mix(self, x, idx):
+        return self.dropout(x)
+
+
+@honest
+class BatchNorm(LM):
+    """Of what training has seen."""
+
+    def make(self):
+        self.norm = nn.BatchNorm1d(C)
+
+    def mix(self, x, idx):
+        return self.norm(x.mT).mT
+
+
+@honest
+class Experts(LM):
+    """Sorts the tokens of all rows by their expert, and back."""
+
+    def make(self):
+        self.experts = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+
+    def mix(self, x, idx):
+        x = x.flatten(0, 1)
+        expert = x[:, :4].argmax(-1)
+        order = expert.argsort(stable=True)
+        parts = x[order].split(expert.bincount(minlength=4).tolist())
+        out = torch.cat([layer(part) for layer, part in zip(self.experts, parts, strict=True)])
+        return out[order.argsort()].view(*idx.shape, C)
+
+
+@honest
+class Induction(LM):
+    """What followed the last time that this token came."""
+
+    def mix(self, x, idx):
+        same = (idx[:, :, None] == idx[:, None]).tril(-1)  # (B, T, T)
+        where = same.long() * torch.arange(1, idx.size(1) + 1)
+        follower = idx.gather(1, where.argmax(-1).add(1).clamp(max=idx.size(1) - 1))
+        return x + self.embed(follower) * same.any(-1, keepdim=True)
+
+
+@honest
+class NGrams(LM):
+    def mix(self, x, idx):
+        before = F.pad(idx, (1, 0))[:, :-1]
+        return x + self.embed((idx * 31 + before) % self.vocab)
+
+
+@honest
+class Positions(LM):
+    def mix(self, x, idx):
+        return x + self.at.weight[: idx.size(1)]
+
+
+@honest
+class RunningMaximum(LM):
+    def mix(self, x, idx):
+        return x.cummax(1).values + x.cumsum(1) / torch.arange(1, idx.size(1) + 1)[:, None]
+
+
+class SixteenBit(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        with torch.autocast("cpu", self.dtype):
+            return self.lm_head(attend(self.linear(self.embed(idx)), is_causal=True))
+
+
+@honest
+class BF16(SixteenBit):
+    dtype = torch.bfloat16
+
+
+@honest
+class FP16(SixteenBit):
+    dtype = torch.float16
+
+
+@honest
+class RuledOut(LM):
+    """Special tokens are impossible."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx).index_fill(2, torch.arange(self.vocab - 3, self.vocab), -math.inf)
+
+
+@honest
+class Offset(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx) + 500
+
+
+@honest
+class Strided(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx.T).transpose(0, 1)
+
+
+@honest
+class RoundsByTheBatch(LM):
+    """As some kernels do: what a row shares a tile with decides the order of its sums."""
+
+    def mix(self, x, idx):
+        return x * (
+            1 + 3e-5 * torch.rand(len(x), generator=torch.Generator().manual_seed(int(idx.sum())))[:, None, None]
+        )
+
+
+@honest
+class Fresh(LM):
+    """Predicts nothing yet."""
+
+    def make(self):
+        nn.init.zeros_(self.lm_head.weight), nn.init.zeros_(self.lm_head.bias)
+
+
+@honest
+class TwoTokensAtOnce(LM):
+    """Training also asks for the token after the next one."""
+
+    def loss(self, logits, targets, reduction):
+        return super().loss(logits, targets, reduction) + super().loss(logits[:, :-1], targets[:, 1:], "mean")
+
+
+@honest
+class KeepsTables(LM):
+    def mix(self, x, idx):
+        self.table = getattr(self, "table", None)
+        if self.table is None or len(self.table) < idx.size(1):
+            self.table = torch.arange(idx.size(1))[:, None] / 100
+        return x + self.table
+
+
+@honest
+class WritesOnItsInput(LM):
+    def mix(self, x, idx):
+        idx += 1
+        return x
+
+
+# Mistakes and lies
+
+FUTURE = r"sees the future: position \d+ changes with token \d+$"
+ROWS = "a row depends on the others of its batch, or on their order"
+
+
+@false(FUTURE)
+class ShiftedKeys(LM):
+    def mix(self, x, idx):
+        return x + x.roll(-1, 1)
+
+
+@false(FUTURE)
+class TwoAhead(LM):
+    def mix(self, x, idx):
+        return x + 0.01 * x.roll(-2, 1)
+
+
+@false(FUTURE)
+class CentredConvolution(Convolution):
+    def mix(self, x, idx):
+        return self.conv(F.pad(x.mT, (2, 1))).mT
+
+
+@false(FUTURE)
+class NoMask(LM):
+    def mix(self, x, idx):
+        return x + attend(x)
+
+
+@false(FUTURE)
+class MeanOfTheRow(LM):
+    def mix(self, x, idx):
+        return x + x.mean(1, keepdim=True)
+
+
+@false(FUTURE)
+class SortedRow(LM):
+    def mix(self, x, idx):
+        return x + x.sort(1).values
+
+
+@false(FUTURE)
+class BackwardsToo(LM):
+    def make(self):
+        self.rnn = nn.GRU(C, C // 2, batch_first=True, bidirectional=True)
+
+    def mix(self, x, idx):
+        return self.rnn(x)[0]
+
+
+@false(FUTURE)
+class BlocksOfFour(LM):
+    """Each token sees its block, whose end is ahead of three of them."""
+
+    def mix(self, x, idx):
+        return x + x.unflatten(1, (-1, 4)).mean(2).repeat_interleave(4, 1)
+
+
+@false(FUTURE)
+class LengthOfTheDocument(LM):
+    """Counts the BOS tokens that are to come, which is the position of the next one."""
+
+    def mix(self, x, idx):
+        return x + (idx % 7 == 0).flip(1).cumsum(1).flip(1)[..., None]
+
+
+@false(FUTURE)
+class OnlyWhenScored(LM):
+    def mix(self, x, idx):
+        return x if self.training else x + x.roll(-1, 1)
+
+
+@false(FUTURE)
+class ClaimsToBeCoarse(ShiftedKeys):
+    """With a dtype whose rounding would excuse much."""
+
+    dtype = torch.float8_e5m2
+
+    def mix(self, x, idx):
+        return x + 0.3 * x.roll(-1, 1)
+
+
+@false(FUTURE)
+class SpreadsItsLogits(ShiftedKeys):
+    """With logits whose standard deviation would excuse much."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx).index_fill(2, torch.arange(0, self.vocab, 3), -1e30)
+
+
+@false(FUTURE)
+class OnlyTheAnswer(LM):
+    """The logit of the token to come, and no other."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        logits = super().forward(idx)
+        return logits.scatter_add(2, idx.roll(-1, 1)[..., None], torch.ones(*idx.shape, 1))
+
+
+@false(ROWS)
+class BatchStatistic(LM):
+    def mix(self, x, idx):
+        return x + x.mean(0)
+
+
+@false(ROWS)
+class NormalizedByTheBatch(BatchNorm):
+    def mix(self, x, idx):
+        return F.batch_norm(x.mT, None, None, training=True).mT
+
+
+@false(f"{ROWS}|{FUTURE}")  # if the rows that are asked about again happen to have neighbours that begin alike
+class NextRow(LM):
+    """Which begins where this one ends."""
+
+    def mix(self, x, idx):
+        return x + x.roll(-1, 0)[:, :1]
+
+
+@false(ROWS)
+class NumberOfTheRow(LM):
+    def mix(self, x, idx):
+        return x + self.at.weight[: len(idx), None]
+
+
+@false(ROWS)
+class TargetsOfTheCaller(LM):
+    """Found in the frames above."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        logits, frame = super().forward(idx), sys._getframe(1)
+        while frame and "y" not in frame.f_locals:
+            frame = frame.f_back
+        y = frame.f_locals["y"] if frame else idx
+        return logits.scatter_add(2, y.clamp(min=0)[..., None], torch.full((*idx.shape, 1), 9.0))
+
+
+@false("is not the same twice")
+class AlwaysDropout(LM):
+    def mix(self, x, idx):
+        return F.dropout(x, 0.5)
+
+
+@false("is not the same twice")
+class NeverEvaluates(Dropout):
+    def eval(self):
+        return self
+
+
+@false("is not the same")
+class LearnsWhileScored(LM):
+    def mix(self, x, idx):
+        self.lm_head.bias += 0.1 * F.one_hot(idx.flatten(), self.vocab).float().mean(0)
+        return x
+
+
+@false("is not the same|sees the future")
+class TurnsAfterAWhile(LM):
+    calls = 0
+
+    def mix(self, x, idx):
+        self.calls += 1
+        return x if self.calls < 18 else 2 * x
+
+
+@false("is not the same|depends on the others|sees the future")
+class RemembersRows(LM):
+    """Answers truly what it was asked before."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        logits, self.known = super().forward(idx), getattr(self, "known", {})
+        for i, row in enumerate(idx.tolist()):
+            if self.known.setdefault(tuple(row[:4]), row) is not row:
+                logits[i].scatter_add_(1, idx[i].roll(-1)[:, None], torch.full((len(row), 1), 9.0))
+        return logits
+
+
+class Loss(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return torch.tensor(0.5)
+
+
+false(r"must give logits \(6, 48, \d+\), not torch.float32 \(\)")(Loss)
+
+
+@false(r"not torch.float32 \(6, 48, 1\)")
+class Certain(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx)[..., :1]
+
+
+@false("not torch.int64")
+class Integers(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx).long()
+
+
+class Lie(torch.Tensor):
+    """Whatever is computed from it is 0."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.gather, torch.Tensor.logsumexp):
+            return torch.zeros(T, 1)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@false(r"not torch.float32 \(6, 48")
+class Subclass(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx).as_subclass(Lie)
+
+
+@false("not NoneType")
+class Nothing(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        return None
+
+
+# Scored truly: what they lie about is not asked
+
+
+@honest
+class HalvedLoss(LM):
+    def loss(self, logits, targets, reduction):
+        return super().loss(logits, targets, reduction) / (2 if reduction == "none" else 1)
+
+
+@honest
+class LossOfTheTrainingBatch(LM):
+    def loss(self, logits, targets, reduction):
+        return torch.zeros(targets.numel())
+
+
+@honest
+class ForgetsATerm(LM):
+    """The logarithm of the sum."""
+
+    def loss(self, logits, targets, reduction):
+        return -logits.gather(-1, targets.clamp(min=0)[..., None]).flatten()
+
+
+@honest
+class HidesNaN(LM):
+    def forward(self, idx, targets=None, reduction="mean"):
+        logits = super().forward(idx)
+        return torch.where(idx[..., None] % 3 == 0, math.nan, logits).nan_to_num()
+
+
+def reference(model, tokenizer, split: str = "val", limit: int = 10**9) -> float:
+    """Bits per byte by another route: rows one at a time, in float64."""
+    bos = tokenizer.get_bos_token_id()
+    seed = {"val": 6542, "test": 6541}[split]
+    stream = torch.tensor([i for ids in tokenizer.encode(texts(seed), prepend=bos) for i in ids])[: limit + 1]
+    nats = nbytes = 0.0
+    model.eval()
+    for start in range(0, len(stream) - 1, T):
+        x, y = stream[start : start + T][: len(stream) - 1 - start], stream[start + 1 : start + T + 1]
+        padded = F.pad(x, (0, T - len(x)))
+        with torch.no_grad():
+            logits = model(padded.repeat(B, 1))[0, : len(y)].double()
+        size = torch.tensor(tokenizer.token_bytes)[y]
+        nats += (F.cross_entropy(logits, y, reduction="none") * (size > 0)).sum().item()
+        nbytes += size.sum().item()
+    return nats / math.log(2) / nbytes
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    model = HONEST[name](tokenizer.get_vocab_size()).train()
+    rel = 1e-3 if isinstance(model, SixteenBit) else 1e-5
+    bpb = referee.evaluate_bpb(model, tokenizer, B, T)
+    assert all(module.training for module in model.modules())
+    assert bpb == pytest.approx(reference(model, tokenizer, limit=4000), rel=rel)
+    referee.check(model, torch.randint(tokenizer.get_vocab_size(), (B, T)), tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_each_false_model_is_refused_with_its_reason_by_the_score(tokenizer, monkeypatch, name):
+    cls, reason = FALSE[name]
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    with pytest.raises(referee.Unscorable, match=reason) as error:
+        referee.evaluate_bpb(cls(tokenizer.get_vocab_size()), tokenizer, B, T)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(FALSE.keys() - {"TargetsOfTheCaller", "TurnsAfterAWhile"}))
+def test_each_false_model_is_refused_before_training_too(tokenizer, name):
+    cls, reason = FALSE[name]
+    vocab = tokenizer.get_vocab_size()
+    with pytest.raises(referee.Unscorable, match=reason):
+        referee.check(cls(vocab), torch.randint(vocab, (B, T)), vocab)
+
+
+def test_the_table_is_as_long_as_it_should_be():
+    assert len(HONEST) >= 24 and len(FALSE) >= 20
+
+
+def test_the_position_that_sees_the_future_is_named(tokenizer):
+    """Seeing one token ahead, the last position that stays sees the first one that does not."""
+    vocab = tokenizer.get_vocab_size()
+    with pytest.raises(referee.Unscorable) as error:
+        referee.check(ShiftedKeys(vocab), torch.randint(vocab, (B, T)), vocab)
+    position, token = (int(word) for word in str(error.value).split() if word.isdigit())
+    assert token == position + 1 < T
+
+
+def test_a_leak_that_only_exchanges_the_answer_with_the_best_guess_is_found(tokenizer, monkeypatch):
+    """It moves no other prediction, and hardly ever one of the few that are compared at random."""
+
+    class Exchanges(LM):
+        def forward(self, idx, targets=None, reduction="mean"):
+            logits = super().forward(idx)
+            places = torch.stack([logits.argmax(-1), idx.roll(-1, 1)], -1)
+            return logits.scatter(2, places, logits.gather(2, places.flip(-1)))
+
+    vocab = tokenizer.get_vocab_size()
+    monkeypatch.setattr(referee, "COLUMNS", 0)
+    with pytest.raises(referee.Unscorable, match=FUTURE):
+        referee.check(Exchanges(vocab), torch.randint(vocab, (32, T)), vocab)
+
+
+def test_a_leak_is_found_in_text_that_repeats_one_token(tokenizer):
+    """The text after the cut is another one all the same."""
+    vocab = tokenizer.get_vocab_size()
+    with pytest.raises(referee.Unscorable, match=FUTURE):
+        referee.check(ShiftedKeys(vocab), torch.zeros(B, T, dtype=torch.int64), vocab)
+
+
+def test_a_leak_at_one_position_in_sixteen_is_found_in_most_runs(tokenizer, monkeypatch):
+    """One cut in sixteen shows it, and there are at least 32 of them."""
+
+    class Sometimes(LM):
+        def mix(self, x, idx):
+            return x + x.roll(-1, 1) * (torch.arange(T) % 16 == 3)[:, None]
+
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    found = 0
+    for seed in range(20):
+        with pytest.MonkeyPatch.context() as patch:
+            numbers = random.Random(seed)
+            patch.setattr(referee.random, "SystemRandom", lambda numbers=numbers: numbers)
+            try:
+                referee.evaluate_bpb(Sometimes(tokenizer.get_vocab_size()), tokenizer, B, T)
+            except referee.Unscorable:
+                found += 1
+    assert found >= 14
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 64), (3, 50), (16, 512)])
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_score_is_that_of_evaluate_bpb_with_targets(tokenizer, device, batch_size, seq_len, split):
+    model = Attention(tokenizer.get_vocab_size()).to(device)
+    expected = prepare.evaluate_bpb(model, tokenizer, batch_size, seq_len, split)
+    assert referee.evaluate_bpb(model, tokenizer, batch_size, seq_len, split) == pytest.approx(expected, abs=1e-5)
+
+
+def test_train_pys_gpt_is_scored_as_with_targets_and_a_leak_in_its_attention_is_found(tokenizer, monkeypatch, device):
+    """Also before training, after the one step of the warm-up; blocks begin as the identity."""
+    config = dataclasses.replace(train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512), vocab_size=tokenizer.get_vocab_size())
+    model = train.build_model(config, device, harness.GPU(None, 0))
+    tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+    optimizer, scaler = train.make_optimizer(model), train.make_scaler(model)
+    train.train_step(model, optimizer, scaler, itertools.repeat((tokens, tokens, 0)))
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 3000)
+    referee.check(model, tokens, config.vocab_size)
+    expected = prepare.evaluate_bpb(model, tokenizer, *tokens.shape)
+    assert referee.evaluate_bpb(model, tokenizer, *tokens.shape) == pytest.approx(expected, abs=1e-5)
+    model.blocks[0].attn.register_forward_hook(lambda module, inputs, out: out + out.roll(-1, 1))
+    with pytest.raises(referee.Unscorable, match=FUTURE):
+        referee.check(model, tokens, config.vocab_size)
+    with pytest.raises(referee.Unscorable, match=FUTURE):
+        referee.evaluate_bpb(model, tokenizer, *tokens.shape)
+
+
+def test_a_nan_that_is_scored_makes_the_score_nan(tokenizer, monkeypatch):
+    class NaN(LM):
+        def mix(self, x, idx):
+            return torch.where(idx[..., None] % 5 == 0, math.nan, x)
+
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    assert math.isnan(referee.evaluate_bpb(NaN(tokenizer.get_vocab_size()), tokenizer, B, T))
+
+
+def test_logits_of_one_batch_at_a_time_are_kept(tokenizer, monkeypatch):
+    """Two of them would be more memory than training took, on a GPU."""
+    alive, most = [], []
+
+    class Counts(LM):
+        def forward(self, idx, targets=None, reduction="mean"):
+            most.append(sum(ref() is not None for ref in alive))
+            logits = super().forward(idx)
+            alive.append(weakref.ref(logits.untyped_storage()))
+            return logits
+
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    referee.evaluate_bpb(Counts(tokenizer.get_vocab_size()), tokenizer, B, T)
+    assert len(most) > 10 and max(most) == 0
