@@ -2,7 +2,7 @@
 Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
 far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-tune, report, page, Ray and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
+tune, report, Ray and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import prepare
 from night.clean import clean
 from night.live import watch
 from night.loop import loop
-from night.page import page
 from night.plot import plot
 from night.report import report
-from night.rows import keep, print_reference
+from night.rows import print_reference
 from night.run import LIMIT, run
 from night.show import show
+from night.statuses import keep
 from night.tune import SAMPLERS, tune
 from night.wave import wave
 from prepare import PrepareError
@@ -33,7 +33,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parser.set_defaults(per_gpu=1, again=False)
+    parser.set_defaults(per_gpu=1, again=False, locked=False)
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()
@@ -44,10 +44,25 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     limit = argparse.ArgumentParser(add_help=False)
     text = f"kill a run after this ({LIMIT} x --per-gpu, plus --seconds above {prepare.TIME_BUDGET})"
     limit.add_argument("--limit", type=duration, metavar="SECONDS", help=text)
+    limit.add_argument(
+        "--locked", action="store_true", help="score in another process than train.py's: docs/referee.md"
+    )
     many = argparse.ArgumentParser(add_help=False, parents=[budget, limit])
     many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
     text = "of a Ray cluster ($RAY_ADDRESS; else this machine alone)"
     many.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
+    nights = argparse.ArgumentParser(add_help=False, parents=[many])
+    add = nights.add_argument
+    add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
+    add("--agent-limit", type=duration, default=600, metavar="SECONDS", help="for each call (600)")
+    add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
+    add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
+    add("--hours", type=float, default=8.0, help="length of the night (8)")
+    add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
+    add("--patience", type=positive, metavar="N", help="end after this many without a gain")
+    text = "pause after a refused proposal (30); after 2, 3, ... in a row, 3, 7, ... times as long"
+    add("--pause", type=float, default=30, metavar="SECONDS", help=text)
+    add("--report", action="store_true", help="write a report at the end")
     again = argparse.ArgumentParser(add_help=False)
     again.add_argument("--again", action="store_true", help="repeat runs that already have a row")
 
@@ -67,27 +82,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
     text = "train each revision once with each of these seeds"
     add("--seeds", type=integers, default=[harness.SEED], metavar="N,N,...", help=text)
-    add = command(tune, many, help="search train.py's constants, alongside an agent or as its control")
-    add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
-    add("--runs", type=positive, default=30, metavar="N", help="trials in the study, earlier ones included (30)")
-    add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
-    text = "from the eleventh on, stop trials whose loss at 20%% of the budget is above the median so far"
-    add("--prune", action="store_true", help=text)
-    add("--list", action="store_true", help="only print the knobs and their ranges")
-    add("--with-agent", action="store_true", help="follow the commits that the night keeps meanwhile")
-    add = command(loop, many, help="ask agents for one idea after another, train each, keep what is better")
+    add = command(loop, nights, help="ask agents for one idea after another, train each, keep what is better")
     text = "gets a prompt on standard input, or in the file {prompt}; several of them take turns"
     add("--agent", action="append", required=True, metavar="COMMAND", help=text)
-    add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
-    add("--agent-limit", type=duration, default=600, metavar="SECONDS", help="for each call (600)")
-    add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
-    add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
-    add("--hours", type=float, default=8.0, help="length of the night (8)")
-    add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
-    add("--patience", type=positive, metavar="N", help="end after this many without a gain")
-    text = "pause after a refused proposal (30); after 2, 3, ... in a row, 3, 7, ... times as long"
-    add("--pause", type=float, default=30, metavar="SECONDS", help=text)
-    add("--report", action="store_true", help="write a report at the end")
+    add = command(tune, nights, help="a loop whose agent is Optuna, which moves train.py's constants")
+    add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
+    add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
+    add("--list", action="store_true", help="only print the knobs and their ranges")
     add = command(report, many, again, help="how much of the night's gain was luck?")
     add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
@@ -97,8 +98,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
     add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")
-    add("--chart", type=Path, metavar="FILE.png", help="draw the chart without tables, also as FILE-dark.png")
-    command(page, budget, help="write the whole night to night.html, which works offline")
+    add("--chart", type=Path, metavar="FILE.png", help="draw one chart, also as FILE-dark.png")
     command(watch, help="show this clone's active runs until all end")
     add = command(clean, help="list what discarded and killed runs have left in runs/ and /tmp")
     add("--yes", action="store_true", help="delete it")
@@ -107,9 +107,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
         parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
     if "seconds" in args:
-        args.setting = harness.budget_name(args.seconds, args.tokens, args.gpu)
-    if args.command == "tune" and args.with_agent and args.sampler == "cmaes":
-        parser.error("--with-agent moves the ranges, and CMA-ES needs fixed ones: use tpe or random")
+        args.budget = harness.budget_name(args.seconds, args.tokens)
     if "limit" in args:
         args.limit = args.limit or LIMIT * args.per_gpu + max(0, (args.seconds or 0) - prepare.TIME_BUDGET)
     return args
@@ -132,7 +130,9 @@ def duration(text: str) -> float:
 
 
 def main() -> int | None:
-    sys.stdout.reconfigure(line_buffering=True)  # so that a log shows rows as they come
+    # Rows are in a log as they come; a terminal may lack a subject's emoji
+    if sys.stdout:  # None under `>&-`
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     args = parse()
     try:
         return args.function(args)
@@ -144,7 +144,7 @@ def main() -> int | None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (PrepareError, FileNotFoundError, subprocess.CalledProcessError) as error:  # FileNotFoundError: no git
+    except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone
         sys.exit(f"night: {error}")
     except KeyboardInterrupt:
         sys.exit("night: interrupted")

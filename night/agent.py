@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import harness
 import prepare
-from night.ideas import ideas
-from night.proposals import checkout, describe, folder, live_row, new_proposal, plain
-from night.rows import AGAIN, ROOT, Kind, in_history
+from night.git import ROOT, in_history
+from night.ideas import describe, ideas
+from night.proposals import AGAIN, checkout, diff, folder, live_row, new_proposal, plain
+from night.rows import Kind
 from night.run import guard
 from night.show import about_night
 from prepare import PrepareError
@@ -78,15 +79,13 @@ class Agent(NamedTuple):
     def described(self) -> str:
         """The first line with text in its file IDEA, or ""."""
         for line in plain(self.work / "IDEA").decode(errors="replace").splitlines():
-            row = dict(description=harness.clean(line), status="keep")
-            subject = harness.Description.parse(row).subject  # drops `, seed N`, which a row would add
-            if idea := subject.partition(AGAIN)[0][:100].strip():
+            if idea := harness.clean(line).partition(AGAIN)[0][:100].strip():
                 return self.name + idea
         return ""
 
     def idea(self) -> str:
         """What it says it changes, else what it changes: programs print banners, which nobody should read as ideas."""
-        return self.described() or self.name + describe(self.files["train.py"], self.train())[:100]
+        return self.described() or self.name + describe(diff(self.files["train.py"], self.train(), context=0))[:100]
 
     def train(self) -> bytes:
         """Its train.py, with the line ends of the one it got."""
@@ -166,7 +165,7 @@ def prompt(
     size = "" if (live := live_row(rows)) is None else f", whose size is SIZES[{live}]"
     rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
     return PROMPT.format(
-        budget=args.setting.strip(", ") or f"{prepare.TIME_BUDGET} s",
+        budget=args.budget + f" as on a {args.gpu}" * bool(args.gpu),
         where=f"{kind.gpus[0]}{size}, with dataset {kind.dataset}",
         minutes=args.agent_limit / 60,
         python=sys.executable,

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness import Description
 from night.commits import commit_train, group, new_branch, read_train, without
-from night.ideas import Noise
-from night.rows import ATTRIBUTION_SEEDS, branch, git, good, revisions, scores, seed_noise
+from night.git import branch, git, revisions
+from night.intervals import MISS, MOST, SHARE, pairs_needed, upper_bound
+from night.noise import ATTRIBUTION_SEEDS, seed_noise
+from night.proposals import program
+from night.rows import good, scores
 from night.wave import Trainer, run_of
 from prepare import PrepareError
 
 LEVEL = 0.1  # false discovery rate of the changes called real, by Benjamini and Hochberg's procedure
 ROUNDS = 2  # the second one tests the changes that the first left open
-CHECKS = 3  # new seeds, for the full file and for the pruned one
-MARGIN = 2  # standard deviations between versions with one seed, by which the pruned file may then be worse
+SAME = "only comments"  # the verdict on a change that no run need test
 
 
 @dataclass
@@ -51,14 +52,15 @@ def halves(count: int) -> np.ndarray:
     return hadamard(runs)[:, columns[:count]] < 0
 
 
-def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) -> None:
-    """Sets the effects and the verdict of each change.
+def try_changes(changes: list[Change], measure: Callable, sd: float, freedom: int) -> float:
+    """Sets the effects and the verdict of each change; returns sd as known afterwards.
 
     measure(left_out, seeds): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from 0;
     returns what was really left out, with which seeds, and (runs, 2) val_bpb and test_bpb, NaN for crashes.
     sd, freedom: the standard deviation between versions with the same seed as known so far, its degrees of freedom.
     """
     left_out, seeds, scores = np.empty((0, len(changes)), bool), np.empty(0, int), np.empty((0, 2))
+    found = sd
     for again in range(ROUNDS):
         chosen = [i for i, change in enumerate(changes) if change.verdict == "open"]
         if not chosen:
@@ -66,31 +68,35 @@ def decide(changes: list[Change], measure: Callable, sd: float, freedom: int) ->
         half = halves(1 + len(chosen)) ^ bool(again)  # round 2 swaps the halves: both together have resolution IV
         plan = np.zeros((len(half), len(changes)), bool)
         plan[:, chosen] = half[:, 1:]
-        found = measure(plan, 2 * again + half[:, 0])  # the first column chooses one of two seeds
-        left_out, seeds, scores = map(np.concatenate, zip((left_out, seeds, scores), found, strict=True))
-        judge(changes, left_out, seeds, scores, sd, freedom)
+        trained = measure(plan, 2 * again + half[:, 0])  # the first column chooses one of two seeds
+        left_out, seeds, scores = map(np.concatenate, zip((left_out, seeds, scores), trained, strict=True))
+        found = estimate(changes, left_out, seeds, scores, sd, freedom)
     for change in changes:
         change.verdict = change.verdict.replace("open", "no evidence")
+    return found
 
 
-def judge(
+def estimate(
     changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, scores: np.ndarray, sd: float, freedom: int
-) -> None:
+) -> float:
     """Least squares over all runs, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real
     change must also help on test, which no experiment has seen. `needed`: every run without it crashed. `open`: seems
-    to help val, or the runs cannot tell its effect from those of others, after crashes or if changes go together."""
+    to help val, or the runs cannot tell its effect from those of others, after crashes or if changes go together.
+    Returns sd with the residuals included."""
     from scipy import stats
 
     fine = ~np.isnan(scores[:, 0])
     for i, change in enumerate(changes):
-        if left_out[:, i].any() and not (fine & left_out[:, i]).any():
+        if change.verdict != SAME and left_out[:, i].any() and not (fine & left_out[:, i]).any():
             change.verdict = "needed"
-    tested = [i for i, change in enumerate(changes) if change.verdict != "needed"]
+    tested = [i for i, change in enumerate(changes) if change.verdict not in ("needed", SAME)]
     design = np.column_stack([left_out[fine][:, tested], seeds[fine, None] == np.unique(seeds[fine])]).astype(float)
     inverse = np.linalg.pinv(design)
     effects, known = inverse @ scores[fine], np.diag(inverse @ design)  # known: 1 if the runs determine the effect
     squares = ((scores[fine] - design @ effects)[:, 0] ** 2).sum() + sd**2 * freedom
     freedom += len(design) - round(known.sum())
+    if fine.any() and not tested:
+        return sd
     if not freedom or not tested:
         found = f"{fine.sum()} of {len(fine)} runs succeeded"
         raise PrepareError(f"{found}, too few for {len(changes)} changes: see their rows")
@@ -103,18 +109,21 @@ def judge(
         change.val, change.test, change.error = val, test, errors[i]
         verdict = "harmful" if harms else "open" if val > 0 else "no evidence"
         change.verdict = "real" if helps and test > 0 else verdict
+    return math.sqrt(squares / freedom)
 
 
-def attribute(kept: list[dict], trainer: Trainer) -> str:
+def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
     """Trains all it needs, in several waves; returns a Markdown table and the result of pruning.
 
-    kept: rows of the kept commits, the baseline first.
+    kept: rows of commits each of which contains the one before, the baseline first. gain: of the last over the first,
+    with new seeds.
     """
-    kept = lineage(kept)
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
     night = branch() or "HEAD"
     added = np.diff([file.count(b"\n") for file in files]).tolist()
-    changes = [Change(Description.parse(row).subject, lines) for row, lines in zip(kept[1:], added, strict=True)]
+    changes = [Change(row["description"], lines) for row, lines in zip(kept[1:], added, strict=True)]
+    for change, before, after in zip(changes, files[:-1], files[1:], strict=True):
+        change.verdict = SAME if program(before) == program(after) else "open"
     train, begun = functools.partial(score_runs, trainer), set()
 
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -128,23 +137,44 @@ def attribute(kept: list[dict], trainer: Trainer) -> str:
             runs.append((build(files, dropped, full), ATTRIBUTION_SEEDS + int(seeds[i])))
         return done, seeds, train(runs)
 
-    decide(changes, measure, *seed_noise(kept[-1], same_seed=True))
+    sd = try_changes(changes, measure, *seed_noise(kept[-1], same_seed=True))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {change.lines:+d} | {numbers} | {change.verdict} |")
-    return "\n".join([*lines, "", prune(files, kept[-1], changes, f"{night}-pruned", train)])
+
+    def compare(dropped: set[int], pairs: int) -> np.ndarray:
+        commits = full, build(files, dropped, full)
+        return train([(commit, 2001 + i) for i in range(pairs) for commit in commits])[:, 0].reshape(pairs, 2)
+
+    count = Counter(change.verdict for change in changes)
+    text, dropped = prune(prunable(files, changes), compare, gain, sd)
+    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}. {text}"
+    if dropped:
+        pruned, name = without(files, dropped), new_branch(f"{night}-pruned", build(files, dropped, full))
+        text += f" Branch {name} has {len(pruned.splitlines())} lines, not {len(files[-1].splitlines())}."
+    return "\n".join([*lines, "", text])
 
 
 def lineage(kept: list[dict]) -> list[dict]:
-    """The last row, preceded by rows each of whose commits is an ancestor of the next: a change is what one adds to the
-    one before. If two ideas from the same commit were merged, this has only the later one and the merge."""
-    line = kept[-1:]
+    """The rows of the last kept commit and of those before it, each an ancestor of the next: a change is what one adds
+    to the one before. The order of rows, in which runs ended, only counts between commits none of which contains the
+    other; so if two ideas from the same commit were merged, this has the later one and the merge. What a person kept
+    last is the last one, even if a kept commit contains it."""
+    ages = {row["commit"]: int(git("rev-list", "--count", row["commit"])) for row in kept}
+    kept, line = sorted(kept, key=lambda row: ages[row["commit"]]), kept[-1:]
+    goes_on = line and line[0].get("by") != "person"
+
+    def contains(commit: str, other: str) -> bool:
+        return commit != other and git("merge-base", commit, other).startswith(other)
+
+    for row in kept:
+        if goes_on and contains(row["commit"], line[0]["commit"]):
+            line = [row]
     for row in reversed(kept):
-        commit, after = row["commit"], line[0]["commit"]
-        if commit != after and git("merge-base", commit, after).startswith(commit):
+        if contains(line[0]["commit"], row["commit"]):
             line.insert(0, row)
     return line
 
@@ -177,26 +207,40 @@ def build(files: list[bytes], dropped: set[int], full: str) -> str:
     return commit_train(full, without(files, dropped), subject, "without/")
 
 
-def prune(files: list[bytes], last: dict, changes: list[Change], name: str, train: Callable) -> str:
-    """Checks the file without changes that are not shown to help or, if that is worse, without only the harmful ones.
-    The first that is no worse becomes a branch, `name` if there is none yet. last: the row of the last kept commit."""
-    count, full = Counter(change.verdict for change in changes), last["commit"]
-    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}"
-    margin = MARGIN * Noise.of([last]).rest
+def prunable(files: list[bytes], changes: list[Change]) -> list[set[int]]:
+    """The changes to drop: those not shown to help; and, if that costs too much, the harmful ones alone."""
+    found: list[set[int]] = []
     for verdicts in (("harmful", "no evidence"), ("harmful",)):
         idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
-        if not (dropped := possible(files, idle, others=False)):
+        if (dropped := possible(files, idle, others=False)) and dropped not in found:
+            found.append(dropped)
+    return found
+
+
+def prune(candidates: list[set[int]], compare: Callable, gain: float, sd: float) -> tuple[str, set[int]]:
+    """The first set of changes without which the file surely keeps all but SHARE of the gain, set() if there is none;
+    and what to say. compare(dropped, pairs): (pairs, 2) val_bpb with and without them, NaN for crashes.
+
+    sd, between versions with the same seed, says how many seeds to compare. The bound then follows from the scatter of
+    these pairs alone: residuals may be larger, as they have what the sum of effects does not explain."""
+    if not candidates:
+        return "Nothing is pruned.", set()
+    allowed, miss = SHARE * max(gain, 0), MISS / len(candidates)  # each candidate is a chance to be wrong
+    needed = pairs_needed(allowed, sd, miss)
+    pairs = min(needed, MOST)
+    text = f"A pruned file may cost {allowed:.4f}, {SHARE:.0%} of the gain. {pairs} seeds of both files are compared"
+    text += f"; to find that one costs nothing may take {needed}." if needed > pairs else "."
+    print(f"\n{text}")
+    for dropped in candidates:
+        scores = compare(dropped, pairs)
+        crashed, text = np.isnan(scores), f"{text} Without {len(dropped)} of the changes it "
+        costs = (scores[:, 1] - scores[:, 0])[~crashed.any(1)]
+        if crashed[:, 1].sum() > crashed[:, 0].sum() or len(costs) < 2:
+            text += "crashes."
             continue
-        pruned = without(files, dropped)
-        commits = full, build(files, dropped, full)
-        found = train([(commit, 2001 + i) for i in range(CHECKS) for commit in commits])
-        costs, crashed = found[1::2, 0] - found[::2, 0], np.isnan(found[:, 0])
-        fails = crashed[1::2].sum() > crashed[::2].sum() or np.isnan(costs).all()
-        worse = math.inf if fails else np.nanmean(costs)
-        numbers = f"({worse:+.4f}, margin {margin:.4f})"
-        if worse <= margin:
-            size = f"{len(pruned.splitlines())} lines, not {len(files[-1].splitlines())}"
-            text += f". Without {len(dropped)} of them the file has {size}, and is no worse {numbers}"
-            return f"{text}: branch {new_branch(name, commits[1])}."
-        text += f". Without {len(dropped)} of them it {'crashes' if fails else f'is worse {numbers}'}"
-    return f"{text}. Nothing is pruned."
+        bound = upper_bound(costs, miss)
+        text += f"costs {costs.mean():+.4f}, at most {bound:+.4f} (with {100 * (1 - miss):g}% confidence)"
+        if bound < allowed:
+            return f"{text}.", dropped
+        text += ", which may be too much."
+    return f"{text} Nothing is pruned.", set()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import harness
-from night.rows import git, git_bytes
+from night.git import git, git_bytes
 from prepare import PrepareError
 
 
@@ -139,9 +139,10 @@ def reason_of(error: Exception) -> str:
 def doubts(commits: list[str]) -> list[str]:
     """Warnings about commits that are to be compared with HEAD."""
     found = []
-    if git("diff", "--name-only", "HEAD", "--", "train.py"):
-        found.append("train.py here has uncommitted changes, which no run includes: commit them first")
+    if names := harness.uncommitted():
+        found.append(f"no run includes what is not committed here: {', '.join(names)}")
+    around = [name for name in harness.DECISIVE if name != "train.py"]
     for commit in commits:
-        if other := git("diff", "--name-only", "HEAD", commit, "--", "harness", "prepare.py"):
+        if other := git("diff", "--name-only", "HEAD", commit, "--", *around):
             found.append(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")
     return found

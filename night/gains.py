@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import harness
 from night.commits import compiles, move_branch, new_commit, read_train, revert
-from night.proposals import new_proposal, note, program
-from night.rows import AGAIN, Kind, branch, git, good, in_history, reference, scores, set_status
+from night.git import branch, git, in_history
+from night.proposals import AGAIN, new_proposal, note, program
+from night.rows import Kind, good, reference, scores
+from night.statuses import set_status
 from prepare import PrepareError
 
 LAST = 10  # merges that are trained after the hours
@@ -108,9 +110,8 @@ class Gains:
         waits = row["status"] == "keep" and not in_history([row])
         note(n, f"{'waits' if waits else row['status']}: {row['commit']}")
         if waits:
-            subject = harness.Description.parse(row).subject
             size = self.score(base) - row["val_bpb"]
-            self.gains[n] = Gain(n, row["commit"], base, subject, row["val_bpb"], size)
+            self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
         if self.again and self.again.n == n:
             self.settle_again(row["status"] == "keep")
 

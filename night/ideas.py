@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness import Description
+from harness import crashed
+from night.git import git
+from night.intervals import shrink
+from night.noise import seed_noise
 from night.records import curve_of, jump, run_seconds
-from night.rows import arm, git, grouped, scores, seed_noise, uncommitted
+from night.rows import arm, grouped, scores
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
 MANY = 8  # so many edits of one file show how long one takes among other runs
@@ -21,8 +24,7 @@ class Idea:
 
     def __init__(self, commit: str, rows: list[dict]):
         self.commit, self.rows = commit, rows
-        self.subject = Description.parse(rows[0]).subject
-        self.reason = Description.parse(rows[-1]).reason  # of a crash
+        self.subject, self.reason = rows[0]["description"], rows[-1]["reason"]  # reason: of a crash
         self.scores, self.seconds = scores(rows), run_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
@@ -31,6 +33,7 @@ class Idea:
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
         self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per shared seed
         self.same_seed = True  # False: no seed is shared, so `changes` has one difference of means
+        self.likely = math.nan  # what `change` is on average, as the best of many is partly luck; see `expect`
         self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
 
     @property
@@ -60,7 +63,7 @@ class Idea:
 
 def ideas(rows: list[dict]) -> list[Idea]:
     """The ideas behind rows of one kind, in the order of their first rows."""
-    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"] + "+" * uncommitted(row)).items()]
+    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
     blobs = train_blobs([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
     by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
@@ -101,12 +104,13 @@ def read_diffs(found: list[Idea]) -> None:
     for idea in found:
         _, at, rest = patches.get(idea.commit, "").partition("\n@@")
         idea.diff = (at + rest).strip()
-        read_diff(idea)
+        idea.lines, idea.places, idea.values = read_diff(idea.diff)
 
 
-def read_diff(idea: Idea) -> None:
-    place, old, new = "", {}, {}
-    for line in idea.diff.split("\n"):
+def read_diff(diff: str) -> tuple[tuple[int, int], Counter[str], dict[str, tuple[str, str]]]:
+    """What it changes in train.py: see `lines`, `places` and `values` of an Idea. diff: without context lines."""
+    place, old, new, places, lines = "", {}, {}, Counter(), Counter()
+    for line in diff.split("\n"):
         if line.startswith("@@"):
             place = re.sub(r"^(class|def) |[:(= ].*", "", line.split("@@", 2)[2].strip())
         elif line[:1] in ("+", "-") and line[1:].strip():
@@ -114,9 +118,17 @@ def read_diff(idea: Idea) -> None:
                 place = name[1]
             if constant := re.match(r"[+-]" + CONSTANT, line):
                 (new if line[0] == "+" else old)[constant[1]] = constant[2]
-            idea.places[constant[1] if constant else place or "top"] += 1
-            idea.lines = (idea.lines[0] + (line[0] == "+"), idea.lines[1] + (line[0] == "-"))
-    idea.values = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+            places[constant[1] if constant else place or "top"] += 1
+            lines[line[0]] += 1
+    values = {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    return (lines["+"], lines["-"]), places, values
+
+
+def describe(diff: str) -> str:
+    """An edit in a line: `SOFTCAP 12.0 -> 11.0, 3 lines of GPT`."""
+    _, places, values = read_diff(diff[diff.find("@@") :])
+    found = [f"{name} {old} -> {new}" for name, (old, new) in values.items()]
+    return ", ".join(found + [f"{n} line{'s' * (n > 1)} of {name}" for name, n in places.items() if name not in values])
 
 
 def times_as_long(seconds: list[float], before: list[float]) -> float:
@@ -150,10 +162,19 @@ class Noise(NamedTuple):
         return 2 * (self.rest if same_seed else self.seed) * math.sqrt(2 / max(1, pairs))
 
 
+def expect(found: list[Idea], noise: Noise) -> None:
+    """Sets `likely` of ideas that have a change, if the noise is known."""
+    changed = [idea for idea in found if idea.changes]
+    if changed and noise.seed and noise.rest:
+        errors = [noise.band(len(idea.changes), idea.same_seed) / 2 for idea in changed]
+        for idea, likely in zip(changed, shrink([idea.change for idea in changed], errors), strict=True):
+            idea.likely = float(likely)
+
+
 def oddities(idea: Idea, rows: list[dict]) -> list[str]:
     """What is unusual about its runs: few tokens, more time, a jump of the loss."""
-    usual = statistics.median([row["tokens_M"] for row in rows if row["status"] != "crash"] or [0])
-    fewest = min([row["tokens_M"] for row in idea.rows if row["status"] != "crash"], default=usual)
+    usual = statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
+    fewest = min([row["tokens_M"] for row in idea.rows if not crashed(row)], default=usual)
     found = []
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")

@@ -34,10 +34,6 @@ class Knob(NamedTuple):
             return min(self.choices, key=lambda n: abs(n - x))
         return type(self.value)(min(self.high, max(self.low, float(f"{x:.3g}"))))
 
-    def parameter(self) -> str:
-        """Its name in the study. Optuna allows one scale per name; that of a fraction changes if it becomes 1.0."""
-        return self.name if self.log else f"{self.name}, linear"
-
     def literal(self, value: float) -> str:
         """value in the notation of `text`: 2**17, 200_000."""
         if "**" in self.text and math.log2(value).is_integer():
@@ -50,9 +46,9 @@ class Knob(NamedTuple):
 
 
 def read_knobs(
-    source: bytes, peak: float, names: Collection[str] = (), searched: Collection[str] = SIZES
+    source: bytes, live: int | None, names: Collection[str] = (), searched: Collection[str] = SIZES
 ) -> list[Knob]:
-    """The top-level constants of a train.py, and those in `searched` of the sizes for `peak` FLOP/s; or only `names`.
+    """The top-level constants of a train.py, and those in `searched` of its SIZES[live]; or only `names`.
 
     Raises PrepareError for unknown names."""
     nodes, fields, rows, size, sizes = {}, {}, [], None, {}
@@ -66,12 +62,11 @@ def read_knobs(
                 nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
             case ast.ClassDef(name):
                 fields[name] = {item.target.id: item.value for item in node.body if isinstance(item, ast.AnnAssign)}
-    for row in [ast.Tuple([ast.Constant(0), size])] if size else rows:
-        match row:
-            case ast.Tuple([least, ast.Call(ast.Name(name), args, keywords)]) if (number(least) or 0) <= peak:
-                defaults = fields.get(name, {})
-                sizes = defaults | dict(zip(defaults, args, strict=False))
-                sizes |= {word.arg: word.value for word in keywords}
+    match ast.Tuple([None, size]) if size else dict(enumerate(rows)).get(live):
+        case ast.Tuple([_, ast.Call(ast.Name(name), args, keywords)]):
+            defaults = fields.get(name, {})
+            sizes = defaults | dict(zip(defaults, args, strict=False))
+            sizes |= {word.arg: word.value for word in keywords}
     lines = source.splitlines()
     sizes = {name: node for name, node in sizes.items() if node}
     values = {name: number(node) for name, node in sizes.items()}

@@ -4,7 +4,6 @@ import argparse
 import itertools
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from night import agent as agents
 from night import proposals
 from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
+from night.git import branch, git, in_history, revisions
 from night.pool import Run
-from night.rows import AGAIN, branch, experiments, git, grouped, in_history, reference, revisions
+from night.proposals import AGAIN
+from night.rows import experiments, grouped, reference
 from night.run import train_options
 from night.wave import Trainer, run_of, same_gpus, start_pool
 from prepare import PrepareError
@@ -151,7 +152,7 @@ class Loop:
         for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
-            if re.match("keep|discard|crash", proposals.verdict(n)):
+            if proposals.first_word(n) in ("keep", "discard", "crash"):
                 continue
             if rows:
                 self.gains.settle(n, base, rows[-1])
@@ -206,20 +207,22 @@ class Loop:
         else:
             others = [name for name in agent.changed() if name != "train.py"]
             changes = f"it changes {', '.join(others[:3])}" if others else ""
-            trains = self.propose(agent.n, agent.base, agent.train(), agent.idea(), changes)
+            code = agent.process.returncode  # an error of its own may have cut it off
+            idea = agent.idea() + f" (exit status {code})" * bool(code)
+            trains = self.propose(agent.n, agent.base, agent.train(), idea, changes)
         self.agents.remove(agent)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         if trains:
             self.refused, self.failed, self.next_ask = 0, 0, monotonic()
         elif agent.asked >= self.next_ask:
             self.refused, self.failed = (self.refused, self.failed + 1) if reason else (self.refused + 1, 0)
-            pause = self.args.pause * (2 ** (self.refused + self.failed) - 1)
+            pause = self.args.pause * (2 ** min(self.refused + self.failed, 30) - 1)
             self.next_ask = monotonic() + min(pause, LONGEST)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        proposals.write_diff(n, before, text)
+        (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):

@@ -10,29 +10,18 @@ from pathlib import Path
 import numpy as np
 
 import harness
-from harness import Description
+from night.git import commit_of, in_history
+from night.noise import seed_noise
 from night.records import curve, curve_of, record_of, run_seconds
-from night.rows import (
-    AGAIN,
-    arms,
-    baseline,
-    commit_of,
-    experiments,
-    grouped,
-    in_history,
-    one_seed,
-    place,
-    seed_noise,
-)
+from night.rows import arms, baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
 
 GREEN = "#2da44e"  # legible on white and on black
 
 
 def plot(args: argparse.Namespace | None = None) -> None:
-    """Draws progress.png: per gpu and dataset, a chart of all experiments and tables of the kept and of the best
-    discarded ones; and arms.png, if there are several arms. With args.revisions, draws only their loss curves; with
-    args.chart, only the chart, for light and dark pages."""
+    """Draws progress.png: per gpu and dataset, a chart of all experiments; and arms.png, if there are several arms.
+    With args.revisions, draws only their loss curves; with args.chart, one chart for light and dark pages."""
     if args and args.revisions:
         return plot_curves(args.revisions)
     if args and args.log:
@@ -43,8 +32,8 @@ def plot(args: argparse.Namespace | None = None) -> None:
     if args and args.chart:
         return plot_chart(max(groups, key=len), args.chart)
     figure, axes = new_figure(len(groups))
-    lines = sum(draw(ax, rows) for (ax,), rows in zip(axes, groups, strict=True))
-    figure.set_figheight(figure.get_figheight() + 0.16 * lines)
+    for (ax,), rows in zip(axes, groups, strict=True):
+        draw(ax, rows)
     save(figure, "progress.png")
     if groups := [rows for rows in groups if len(arms(rows)) > 1]:
         plot_arms(groups)
@@ -65,7 +54,7 @@ def save(figure, name: str | Path) -> None:
 
 
 def plot_chart(rows: list[dict], path: Path) -> None:
-    """Draws the chart alone, as PATH.png for light pages and PATH-dark.png for dark ones."""
+    """Draws a flat chart, as PATH.png for light pages and PATH-dark.png for dark ones."""
     from matplotlib import style
 
     dark = ["dark_background", {"figure.facecolor": "#0d1117", "axes.facecolor": "#0d1117"}]  # GitHub's dark page
@@ -73,7 +62,7 @@ def plot_chart(rows: list[dict], path: Path) -> None:
         with style.context(theme):
             figure, ((ax,),) = new_figure()
             figure.set_figheight(3.2)
-            draw(ax, rows, with_tables=False)
+            draw(ax, rows)
             save(figure, path.resolve().with_name(name))
 
 
@@ -113,11 +102,9 @@ def worst(first: float, scores: Collection[float]) -> float:
     return np.fmax(first, min(max(scores), best + 2.5 * (np.median(scores) - best)))
 
 
-def draw(ax, rows: list[dict], with_tables: bool = True) -> int:
-    """Draws a chart, crashes on its lower edge and outliers on its upper one, over tables; returns their line count.
-
-    The line, the gains and the title are those of the most frequent seed and of what was kept on HEAD's branch.
-    """
+def draw(ax, rows: list[dict]) -> None:
+    """Draws a chart, crashes on its lower edge and outliers on its upper one. Its line and title are those of the most
+    frequent seed and of what was kept on HEAD's branch."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
     status, main = np.array([row["status"] for row in rows]), one_seed(rows)
     own, scores = np.array([row in main for row in rows]), y[status != "crash"]
@@ -145,31 +132,6 @@ def draw(ax, rows: list[dict], with_tables: bool = True) -> int:
     change = f"{first:.4f} to {best:.4f}" if best < first else f"{best:.4f}"
     ax.set_title(f"{', '.join(place(rows[0]))}\nval_bpb {change}", loc="left", size=10, parse_math=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, fontsize=8, columnspacing=1)
-    texts = tables(x[own], main, merged) if with_tables else []
-    lines = [part for line in texts for part in textwrap.wrap(line, 108, subsequent_indent=25 * " ") or [""]]
-    below = dict(xycoords="axes fraction", xytext=(0, -40), textcoords="offset points", va="top")
-    ax.annotate("\n".join(lines), (0, 0), **below, family="monospace", size=8.5, parse_math=False)
-    return len(lines)
-
-
-def tables(numbers: np.ndarray, rows: list[dict], merged: list[dict]) -> list[str]:
-    """Lines of text about the kept experiments and the ten best others, without those that were merged later."""
-    again = [Description.parse(row).subject.partition(AGAIN) for row in merged]
-    ideas = {idea for idea, separator, _ in again if separator}
-    kept, missed, before = [], [], None
-    for number, row in zip(numbers, rows, strict=True):
-        gain = f"{before - row['val_bpb']:7.4f}" if before else 7 * " "
-        line = f"{number:5}  {row['val_bpb']:7.4f}  {gain}  {row['description']}"
-        if row in merged:
-            kept.append(line)
-            before = row["val_bpb"]
-        elif row["status"] != "crash" and before and Description.parse(row).subject not in ideas:
-            missed.append((row["val_bpb"] - before, line))
-    lines = ["  no.  val_bpb     gain  kept (gain: over the row above)", *kept]
-    if missed:
-        lines += ["", "  no.  val_bpb     gain  near misses (gain: over the one kept before)"]
-        lines += [line for _, line in sorted(missed)[:10]]
-    return lines
 
 
 def plot_curves(revisions: list[str]) -> None:

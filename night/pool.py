@@ -10,20 +10,33 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+import harness
 import prepare
 from night.checkout import LOOK, Checkout
 from night.commits import archive
+from night.git import ROOT
 
 
 class Run(NamedTuple):
-    """One run. Commit and description identify it in results.tsv."""
+    """One run. Commit and seed identify it in results.tsv."""
 
     commit: str
     description: str
     seed: int
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.commit, self.seed
+
+    def __str__(self) -> str:
+        return f"{self.commit} {label(self._asdict())}"
+
+
+def label(run: dict) -> str:
+    """Description and seed, unless it is the usual one. run: may be a row."""
+    return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
 
 
 @dataclass
@@ -50,20 +63,22 @@ class Ended:
     lost: bool = False  # with its worker or node
 
 
-def our_files() -> dict[str, bytes]:
-    """Files that replace those of a commit: today's night/, and the name of this clone's dataset."""
-    files = {f"night/{path.name}": path.read_bytes() for path in Path(__file__).parent.glob("*.py")}
+def our_files(locked: bool) -> dict[str, bytes]:
+    """Files that replace those of a commit: today's night/, and the name of this clone's dataset. locked: also what
+    scores a run."""
+    names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
 
 
 class Local:
     """This machine: a slot per GPU, times `per_gpu`; without a GPU, the CPU is one."""
 
-    def __init__(self, gpus: list[str], per_gpu: int, limit: float):
+    def __init__(self, gpus: list[str], per_gpu: int, limit: float, locked: bool = False):
         """gpus: their names in CUDA_VISIBLE_DEVICES. limit: seconds after which a run ends itself."""
         self.free, self.limit = (gpus or [""]) * per_gpu, limit
         self.gpus, self.slots = len(gpus) or 1, len(self.free)
-        self.archive, self.files = functools.lru_cache(8)(archive), our_files()
+        self.archive, self.files = functools.lru_cache(8)(archive), our_files(locked)
         self.queue, self.active = [], {}
 
     def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
@@ -115,13 +130,10 @@ class Local:
                 yield Ended(run, *checkout.result())
                 checkout.scratch.cleanup()
 
-    def stop(self, run: Run) -> None:
-        self.active[run][1].stop()
-
     def close(self) -> None:
         self.queue.clear()
-        for run in self.active:
-            self.stop(run)
+        for _, checkout in self.active.values():
+            checkout.stop()
         while self.active:
             list(self.look())
             time.sleep(LOOK)

@@ -1,11 +1,11 @@
 """Proposals: their folders, verdicts and commits, the checkouts they are made in, and whether they are worth a run."""
 
 import ast
-import difflib
 import functools
 import re
 import shutil
 import subprocess
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ import harness
 import prepare
 from night.clean import scratch_folder
 from night.commits import archive, read_train
+from night.git import git
 from night.records import RUNS, record_of
-from night.rows import git
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
+AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
 # For the throw-away repository of a checkout, whatever the user has told git
 SETTINGS = """
@@ -58,14 +59,24 @@ def verdicts() -> list[str]:
     return [text for n in numbers() if (text := verdict(n))]
 
 
+def first_word(n: int) -> str:
+    """Of a verdict: keep, discard, crash, waits, trains, refused or failed; "" without one."""
+    return (verdict(n).split() or [""])[0].strip(":,")
+
+
 def count_verdicts() -> Counter:
     """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
-    return Counter(re.match(r"\w*", text)[0] for text in verdicts() if text != ENDED)
+    return Counter(first_word(n) for n in numbers() if verdict(n) not in ("", ENDED))
 
 
-def write_diff(n: int, before: bytes, text: bytes) -> None:
-    lines = [content.decode(errors="replace").splitlines(keepends=True) for content in (before, text)]
-    (folder(n) / "train.diff").write_text("".join(difflib.unified_diff(*lines)), "utf-8")
+def diff(before: bytes, text: bytes, context: int = 3) -> str:
+    """Between two versions of train.py, with so many lines around each change."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in (("before", before), ("after", text)):
+            Path(folder, name).write_bytes(content)
+        options = ["--no-index", "--no-ext-diff", "--no-color", f"-U{context}"]
+        run = harness.run_git("diff", *options, "before", "after", cwd=folder, check=False)
+    return run.stdout.decode(errors="replace")
 
 
 @contextmanager
@@ -181,42 +192,3 @@ def parse(text: bytes) -> ast.Module | None:
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
-
-
-def describe(before: bytes, text: bytes) -> str:
-    """An edit in a line: `SOFTCAP 12.0 -> 11.0, GPT.forward +2 -1`."""
-    pieces = [pieces_of(tree) if (tree := parse(code)) else {} for code in (before, text)]
-    old, new = pieces
-    found = []
-    for name in [name for name in {**old, **new} if all(pieces) and old.get(name) != new.get(name)]:
-        was, now = old.get(name, ""), new.get(name, "")
-        short = "\n" not in was + now and name.isidentifier() and was and now
-        found.append(f"{name} {was} -> {now}" if short else f"{name} {size_of(was, now)}")
-    return ", ".join(found) or f"train.py {size_of(*(code.decode(errors='replace') for code in (before, text)))}"
-
-
-def pieces_of(tree: ast.Module) -> dict[str, str]:
-    """A file's functions, methods, constants and other statements: the code of each, by its name."""
-    found = {}
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            match node:
-                case ast.ClassDef():
-                    visit(node.body, f"{prefix}{node.name}.")
-                case ast.FunctionDef():
-                    found[prefix + node.name] = ast.unparse(node)
-                case ast.Assign(targets=[ast.Name(name)], value=value) | ast.AnnAssign(ast.Name(name), value=value):
-                    found[prefix + name] = ast.unparse(value) if value else ""
-                case _:
-                    name = f"{prefix or 'train.py'}".rstrip(".")
-                    found[name] = f"{found.get(name, '')}{ast.unparse(node)}\n"
-
-    visit(tree.body, "")
-    return found
-
-
-def size_of(before: str, after: str) -> str:
-    """`+2 -1`: lines."""
-    lines = [*difflib.ndiff(before.splitlines(), after.splitlines())]
-    return " ".join(f"{sign}{n}" for sign in "+-" if (n := sum(line[0] == sign for line in lines))) or "+0"

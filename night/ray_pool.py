@@ -37,7 +37,7 @@ def check_cluster(address: str) -> None:
 class RayPool:
     """The nodes of a cluster that have the dataset, with a slot per GPU, times `per_gpu`."""
 
-    def __init__(self, address: str, dataset: str, per_gpu: int, limit: float):
+    def __init__(self, address: str, dataset: str, per_gpu: int, limit: float, locked: bool = False):
         os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
         import ray
 
@@ -51,7 +51,7 @@ class RayPool:
         self.latest = time.monotonic()  # of any event
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-        self.files = ray.put(our_files())
+        self.files = ray.put(our_files(locked))
         nodes = with_dataset([node for node in ray.nodes() if device in node["Resources"]], dataset, self.files)
         cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
         self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
@@ -89,10 +89,6 @@ class RayPool:
     def forget(self, stream) -> None:
         del self.streams[stream]
         self.started.pop(stream, None)
-
-    def stop(self, run: Run) -> None:
-        for stream in [stream for stream, other in self.streams.items() if other == run]:
-            self.ray.cancel(stream)
 
     def close(self) -> None:
         for stream in self.streams:

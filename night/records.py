@@ -1,8 +1,7 @@
-"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json."""
+"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's budget, log.txt, curve.tsv and summary.json."""
 
 import itertools
 import json
-import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -10,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import harness
 import prepare
-from night.rows import ROOT, Label, name_of, seed_of
+from night.git import ROOT
 
 RUNS = ROOT / "runs"
 QUIET = 120  # seconds without a change after which a run that has no summary counts as killed
@@ -29,29 +27,29 @@ class Point(NamedTuple):
     lr: float
 
 
-def folder_name(commit: str, seed: int, setting: str) -> str:
-    """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. setting: from harness.budget_name."""
-    gpu, budget = re.fullmatch(r"(?: as (\w+))?(?:, (.+))?", setting).groups()
-    budget = re.sub(" (M|s).*", r"\1", budget or f"{prepare.TIME_BUDGET} s")
-    return "-".join(filter(None, [commit, str(seed), gpu, budget]))
+def record_name(commit: str, seed: int, gpu: str | None, budget: str) -> str:
+    """`74ab947-42-300s` or `74ab947-1-T4-62.4M`. gpu: that of --gpu; budget: as in the log."""
+    return "-".join(filter(None, [commit, str(seed), gpu, budget.removesuffix(" tokens").replace(" ", "")]))
 
 
 def folders(name: str) -> Iterator[Path]:
     """Where the record of a first run of that name goes, of a second one, ..., without end."""
-    return (RUNS / (name if i == 1 else f"{name}.{i}") for i in itertools.count(1))
+    return (RUNS / (name if i == 1 else f"{name}_{i}") for i in itertools.count(1))
 
 
 def first_name(folder: Path) -> str:
     """The name that all runs of `folders` share."""
-    return re.sub(r"\.\d+$", "", folder.name)
+    return folder.name.partition("_")[0]
 
 
-def new_folder(name: str) -> Path:
-    """Makes a folder of that name; for a repeated run with .2, .3, ... appended."""
+def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
+    """Makes the folder of a run; if it is a repeated one, _2, _3, ... ends its name."""
     RUNS.mkdir(exist_ok=True)  # fails if runs/ is a dangling link; otherwise the loop below would never end
-    for folder in folders(name):
+    for folder in folders(record_name(commit, seed, gpu, budget)):
         with suppress(FileExistsError):
             folder.mkdir()
+            with suppress(OSError):  # disk full
+                (folder / "budget").write_text(budget)
             return folder
 
 
@@ -63,13 +61,10 @@ def end_record(folder: Path, reason: str) -> None:
 
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
-    name = folder_name(row["commit"], seed_of(row), Label.parse(row["gpu"]).setting)
-    commit, description = name_of(row)
-    run = dict(commit=commit, description=description, dataset=row["dataset"])
+    name = record_name(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
 
-    def is_of_this_run(folder: Path) -> bool:
-        found = summary(folder)  # has none of these keys if the run was killed
-        return all(harness.clean(found.get(key, value)) == value for key, value in run.items())
+    def is_of_this_run(folder: Path) -> bool:  # a summary has no dataset if the run was killed
+        return summary(folder).get("dataset", row["dataset"]) == row["dataset"]
 
     *_, last = None, *filter(is_of_this_run, itertools.takewhile(Path.exists, folders(name)))
     return last
@@ -105,20 +100,23 @@ def run_seconds(rows: list[dict], kind: str = "training_seconds") -> list[float]
 
 
 def budget(folder: Path) -> tuple[str, float]:
-    """The budget in the folder's name: `tokens` or `seconds`, and how many."""
-    number, unit = re.search(r"-(\d[\d.]*(?:e[+-]\d+)?)(M|s)(?:\.\d+)?$", folder.name).groups()
-    return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
+    """The budget of a run: `tokens` or `seconds`, and how many."""
+    with suppress(ValueError):
+        number, unit, *_ = prepare.read(folder / "budget").split()
+        return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
+    return "seconds", prepare.TIME_BUDGET  # a full disk has cost the file
 
 
 def running(quiet: float = QUIET) -> list[Path]:
     """Records of active runs, the oldest first. quiet: seconds without a change until a run counts as killed."""
     found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
-    found = [folder for folder in found if time.time() - last_change(folder) < quiet]
+    found = [folder for folder in found if quiet_for(folder) < quiet]
     return sorted(found, key=lambda folder: folder.stat().st_ctime)
 
 
-def last_change(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+def quiet_for(folder: Path) -> float:
+    """Seconds without a change. If the clock has gone back, files of before lie in the future: no sign of life."""
+    return min(abs(time.time() - path.stat().st_mtime) for path in (folder, *folder.iterdir()))
 
 
 def jump(points: list[Point]) -> float | None:

@@ -3,14 +3,18 @@
 import argparse
 import math
 import statistics
+from collections.abc import Collection
 
 import harness
-from harness import Description
-from night.attribute import attribute
+from harness import crashed
+from night.attribute import attribute, lineage
+from night.commits import create_ref
+from night.git import git, in_history
 from night.ideas import SLOWER, times_as_long
+from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import Label, arms, count_kept, elsewhere, experiments, good, in_history, scores, seed_of
+from night.rows import arms, count_kept, elsewhere, experiments, good, scores
 from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
@@ -26,9 +30,9 @@ def report(args: argparse.Namespace) -> None:
         raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
     gpu = statistics.mode(row["gpu"] for row in rows)
     rows = [row for row in rows if row["gpu"] == gpu]
-    kept = in_history([row for row in rows if row["status"] == "keep"])
-    crashed = sum(row["status"] == "crash" for row in rows)
-    title = f"{gpu}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, {crashed} crashed."
+    kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
+    title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
+    title += f"{sum(map(crashed, rows))} crashed."
     pictures = "![](progress.png)"
     if len(found := arms(rows)) > 1:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())
@@ -42,15 +46,17 @@ def report(args: argparse.Namespace) -> None:
         parts.append(text)
         harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, pictures]) + "\n", "utf-8")
 
-    if not kept or kept[0]["commit"] == kept[-1]["commit"]:
+    if len(kept) < 2:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
-        trainer = Trainer(args, pool, kind._replace(gpus=[Label.parse(gpu).gpu], report=True, anywhere=False))
-        ends = [(row["commit"], Description.parse(row).subject) for row in (kept[0], kept[-1])]
+        trainer = Trainer(args, pool, kind._replace(gpus=[gpu.partition(" as ")[0]], report=True, anywhere=False))
+        ends = [(row["commit"], row["description"]) for row in (kept[0], kept[-1])]
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
-        write(gains(kept[0], kept[-1], rows, trainer.train(runs)))
+        trained = trainer.train(runs)
+        write(gains(kept[0], kept[-1], rows, trained, *remember_look(kept[0], kept[-1], trained, kind.dataset)))
         if args.attribute:
-            write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer)}")
+            gain = statistics.mean(a - b for a, b in pairs(kept[0], kept[-1], trained))
+            write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer, gain)}")
     plot()
 
 
@@ -60,48 +66,51 @@ def best_of(arm: str, rows: list[dict]) -> str:
     return f"- Best of {len(rows)} by {arm}: {name}."
 
 
-def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
-    """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows, and
-    what was luck."""
-    names = [f"{row['commit']}, {Description.parse(row).subject}" for row in (first, last)]
+def gains(
+    first: dict, last: dict, night: list[dict], rows: list[dict], look: int = 1, earlier: Collection[str] = ()
+) -> str:
+    """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows.
+
+    look, earlier: see `remember_look`."""
+    names = [f"{row['commit']}, {row['description']}" for row in (first, last)]
     lines = [
         "First kept: {}. Last kept: {}.".format(*names),
         "",
         "| bits per byte | first kept | last kept | gain | standard error |",
         "| --- | --- | --- | --- | --- |",
     ]
-
-    def pairs(rows: list[dict], split: str = "val") -> list[tuple[float, float]]:
-        """Scores of both commits with the same seed."""
-        before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
-        return [(before[seed], after[seed]) for seed in before if seed in after]
-
     logged = 0.0  # if no seed trained both
-    if both := pairs(night):
+    if both := pairs(first, last, night):
         before, after = map(statistics.mean, zip(*both, strict=True))
         logged = before - after
         lines.append(f"| val, as logged | {before:.4f} | {after:.4f} | {logged:.4f} | |")
     found = {}
     for split in ("val", "test"):
-        if len(both := pairs(rows, split)) >= 2:
-            gain, error, *_ = found[split] = difference(both)
+        if len(both := pairs(first, last, rows, split)) >= 2:
+            gain, error, *_ = found[split] = interval([a - b for a, b in both], miss_of_look(look))
             before, after = map(statistics.mean, zip(*both, strict=True))
             name = f"{split}, mean of {len(both)} new seeds"
             lines.append(f"| {name} | {before:.4f} | {after:.4f} | {gain:.4f} | {error:.4f} |")
     if not found:
         raise PrepareError("fewer than two seeds succeeded with both revisions: see their rows; --again repeats them")
     *_, (split, (_, _, low, high)) = found.items()
-    unseen = ", which no experiment has seen," * (split == "test")
-    unsure = "it may be chance. More seeds narrow it (--seeds)." if high > 0 else "it is a loss."
-    verdict = "it holds up." if low > 0 else unsure
-    lines += ["", f"On {split}{unseen} the gain's 95% confidence interval is {low:.4f} to {high:.4f}: {verdict}"]
+    before = f"the report on {' and '.join(earlier)} has scored, too" if earlier else "no report has scored before"
+    where = f"test, which {before}," if split == "test" else split
+    verdict = "it holds up" if low > 0 else "it is a loss" if high < 0 else "it may be chance"
+    verdict = verdict if low < high else "every seed says the same"
+    level, then = (f"{100 * (1 - miss_of_look(n)):g}%" for n in (look, look + 1))
+    lines += [
+        f"\nOn {where} the gain's {level} confidence interval is {low:.4f} to {high:.4f}: {verdict}.",
+        f"This is look {look} at it. The next one, with --seeds {2 * len(both)}, has a {then} interval, so that all "
+        f"looks together are wrong in at most {MISS:.0%} of nights.",
+    ]
     gain, error, *_ = found["val"]
     if (luck := min(logged, logged - gain)) > error:
-        lines.append(f"Of the gain as logged, {luck:.4f} was luck.")
+        lines.append(f"Of the gain as logged, {luck:.4f} did not come back with new seeds.")
     lines.append("The errors only cover seeds: another text would change the gains, too.")
     for row in (first, last):
         runs = good(rows, row["commit"])
-        if lost := {seed_of(run) for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
+        if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
             lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
         tokens = statistics.mean(run["tokens_M"] for run in runs)
         if tokens < 0.98 * row["tokens_M"]:
@@ -113,11 +122,21 @@ def gains(first: dict, last: dict, night: list[dict], rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def difference(pairs: list[tuple[float, float]]) -> tuple[float, float, float, float]:
-    """The mean difference of pairs, its standard error, and the ends of its 95% confidence interval, by Student's t."""
-    from scipy import stats
+def pairs(first: dict, last: dict, rows: list[dict], split: str = "val") -> list[tuple[float, float]]:
+    """Scores of both commits with the same seed."""
+    before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
+    return [(before[seed], after[seed]) for seed in before if seed in after]
 
-    gains = [before - after for before, after in pairs]
-    gain, error = statistics.mean(gains), stats.sem(gains)
-    margin = stats.t.ppf(0.975, len(gains) - 1) * error
-    return gain, error, gain - margin, gain + margin
+
+def remember_look(first: dict, last: dict, rows: list[dict], dataset: str) -> tuple[int, list[str]]:
+    """Which look at this gain it is, counted by numbers of seeds; and the pairs of commits before, in the last one's
+    history, whose reports have scored test text. Refs below refs/night/reports/ remember both."""
+    name, seeds = f"{first['commit']}-{last['commit']}", len(pairs(first, last, rows))
+    folder = f"refs/night/reports/{dataset}/"
+    refs = git("for-each-ref", f"--merged={last['commit']}", "--format=%(refname)", folder).split()
+    found = [ref.removeprefix(folder).split("/") for ref in refs]
+    looks = {int(seeds): int(look) for other, look, seeds in found if other == name}
+    look = looks.get(seeds, len(looks) + 1)
+    if seeds > 1:
+        create_ref(f"{folder}{name}/{look}/{seeds}", last["commit"])
+    return look, sorted({other for other, *_ in found if other != name})

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import harness
 import prepare
-from night.records import end_record, folder_name, new_folder
-from night.rows import ROOT, name_of
+from night.fence import fence, held_out
+from night.git import ROOT
+from night.records import end_record, new_record
+from night.rows import run_name
 
 LIMIT = 600  # seconds for a run, start-up and evaluation included
 PATIENCE = 10  # seconds for a run to end on its own after a signal
@@ -26,39 +29,52 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 prctl = ctypes.CDLL(None).prctl
 
 
-class Row:
+class ExpectedRow:
     """The row of a run that is about to start, whichever process will write it."""
 
     def __init__(self, args: argparse.Namespace):
         """Records commit and description now, as they may change during the run."""
         record = harness.night_record()
-        self.needed = record.get("log") or not args.setting  # no row for a budget set by hand
-        self.setting, self.dataset = args.setting, prepare.dataset_id()
-        record["commit"], record["description"] = harness.git_head(args.seed)
+        self.needed = record.get("log") or not train_options(args)  # no row for a budget set by hand
+        self.args, self.dataset = args, prepare.dataset_id()
+        record["commit"], record["description"] = harness.git_head()
         self.folder = Path(os.devnull)  # no file can be opened in it
         with suppress(OSError):  # disk full: go on without a record
-            self.folder = new_folder(folder_name(record["commit"], args.seed, args.setting))
+            self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
             record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
         self.rows_before = self.count_rows()
 
     def count_rows(self) -> int:
         """How many rows of this commit and seed the log has."""
-        name = self.record["commit"], harness.clean(self.record["description"])
-        return sum(name_of(row) == name for row in harness.read_results())
+        return sum(run_name(row) == (self.record["commit"], self.args.seed) for row in harness.read_results())
 
     def hand_over(self) -> None:
         """Tells log_result, here and in child processes, what to write, and where to put a copy of the row."""
         record = self.record | {"row": f"/proc/{os.getpid()}/fd/{self.copy}"}
         os.environ["AUTORESEARCH_RUN"] = json.dumps(record)
 
-    def make_up(self, reason: str) -> None:
-        """Logs a crash if the run has left no row; writes the reason to its record if it has left no summary."""
+    def make_up(self, reason: str, found: dict | None = None) -> None:
+        """Logs a crash, or what the referee has found, if the run has left no row, and a row that it handed over if the
+        log does not have it; writes the reason to its record if it has left no summary."""
         self.hand_over()
         end_record(self.folder, reason)
-        if self.needed and not os.fstat(self.copy).st_size and self.count_rows() <= self.rows_before:
-            label = harness.gpu_name(self.setting) + self.setting
-            harness.log_result(val_bpb=0.0, memory_gb=0.0, gpu=label, dataset=self.dataset, reason=reason)
+        if row := harness.parse_row(os.pread(self.copy, 2**16, 0).decode(errors="replace")):
+            harness.add_row(row)
+            return
+        if self.args.locked and self.needed:
+            self.drop_rows()
+        if self.needed and self.count_rows() <= self.rows_before:
+            run = dict(gpu=harness.gpu_name(self.args.gpu), dataset=self.dataset)
+            run |= dict(budget=self.args.budget, seed=self.args.seed)
+            harness.log_result(**run, **found or dict(val_bpb=0.0, memory_gb=0.0, reason=reason))
+
+    def drop_rows(self) -> None:
+        """Takes back the rows that train.py has written itself."""
+        with suppress(OSError, ValueError), harness.edit_log() as log:
+            own = [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
+            for row in own[self.rows_before :]:
+                log.remove(row)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
     warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: NumPy's are idle
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become children of this process
-    row, front = Row(args), os.getpid()
+    row, front = ExpectedRow(args), os.getpid()
     if not (child := os.fork()):
         return guard_train(args, row, front)
     harness.handle_signals(lambda number, _: os.kill(child, number))
@@ -87,32 +103,69 @@ def run(args: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code
 
 
-def guard_train(args: argparse.Namespace, row: Row, front: int) -> int:
+def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
     os.setsid()
     row.hand_over()
     options = dict(cwd=ROOT, env=harness.clean_environment() | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
     command = [sys.executable, "train.py", *train_options(args, args.seed)]
-    code, ended_by, end = guard(command, args.limit, front, row.folder / "log.txt", echo=True, **options)
+    log = row.folder / "log.txt"
+    harness.handle_signals(signal.SIG_DFL)  # until `guard` handles them: this process's end is a crash, too
+    try:
+        referee = lock(args, row, options) if args.locked else None
+    except Exception as error:
+        row.make_up(prepare.one_line(error))
+        return 1
+    code, ended_by, end = guard(command, args.limit, front, log, echo=True, **options)
     late = f"no evaluation within {args.limit / 60:g} min"
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}
-    row.make_up(reasons.get(ended_by) or why(code, end.decode(errors="replace")))
+    reason = reasons.get(ended_by) or why(code, end.decode(errors="replace"))
+    if referee:
+        referee.end(PATIENCE)
+        print(line := f"locked: {referee.times}; {referee.fenced}", flush=True)
+        with suppress(OSError), open(log, "a") as file:
+            file.write(f"{line}\n")
+    row.make_up(reason, referee and referee.row)
     return code if code >= 0 else 128 - code
 
 
+def lock(args: argparse.Namespace, row: ExpectedRow, options: dict):
+    """Starts the thread that scores the run, from text that it reads now. Changes the options for train.py: its end of
+    the connection, and no held-out text."""
+    from harness.remote import Referee
+
+    splits = ["val", "test"] if row.record.get("score_test") else ["val"]
+    referee = Referee(splits, args.gpu, math.inf if args.tokens else args.seconds or prepare.TIME_BUDGET)
+    options["env"]["AUTORESEARCH_RUN"] = json.dumps(row.record | referee.record | {"dataset": row.dataset})
+    options["pass_fds"] = [referee.record[name] for name in ("referee", "logits")]
+    referee.fenced = "val and test are out of its reach"
+    try:
+        options["begin"] = fence(held_out())
+    except OSError as error:
+        referee.fenced = f"not fenced: {error}"
+    referee.thread.start()
+    return referee
+
+
 def guard(
-    command: list[str], limit: float, parent: int, log: str | Path, echo: bool = False, **options
+    command: list[str], limit: float, parent: int, log: str | Path, echo: bool = False, begin=lambda: None, **options
 ) -> tuple[int, int, bytes]:
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
     Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
-    log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output.
+    log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output. begin: what the
+    command's process does first.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     end, early, signals = b"", [], []
     harness.handle_signals(lambda number, _: early.append(number))  # until there is a child to pass them on to
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    child = subprocess.Popen(command, **options, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+
+    def first() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        begin()
+
+    child = subprocess.Popen(command, **options, preexec_fn=first)
 
     def stop(number: int, _=None) -> None:
         harness.handle_signals(signal.SIG_IGN)

@@ -7,10 +7,12 @@ import re
 import statistics
 import sys
 
-from harness import read_results
+from harness import budget_name, crashed, read_results
 from night import records
-from night.ideas import Idea, Noise, ideas, oddities
-from night.rows import Label, baseline, commit_of, count_kept, experiments, grouped, in_history, place, with_error
+from night.git import commit_of, in_history
+from night.ideas import Idea, Noise, expect, ideas, oddities
+from night.noise import with_error
+from night.rows import baseline, count_kept, experiments, grouped, place
 from prepare import PrepareError
 
 TRIALS = 5  # a tuner makes many: list the best ones
@@ -20,7 +22,7 @@ def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
     if args.revision:
         return print(about_commit(commit_of(args.revision)))
-    text = about_night(last_place(args.setting))
+    text = about_night(last_place(args))
     if sys.stdout.isatty() and not args.md:
         from rich.console import Console
         from rich.markdown import Markdown
@@ -30,14 +32,14 @@ def show(args: argparse.Namespace) -> None:
         print(text)
 
 
-def last_place(setting: str = "") -> list[dict]:
+def last_place(args: argparse.Namespace) -> list[dict]:
     """The experiments with that budget (five minutes; or, if there are none, any) on the last one's GPU and dataset."""
     rows = experiments()
-    found = [row for row in rows if Label.parse(row["gpu"]).setting == setting]
-    if not found and not setting:
+    found = [row for row in rows if (row["budget"], row["gpu"].partition(" as ")[2]) == (args.budget, args.gpu or "")]
+    if not found and not args.gpu and args.budget == budget_name():
         found = rows
     if not found:
-        raise PrepareError(f"results.tsv has no row{setting}: train something first")
+        raise PrepareError(f"results.tsv has no row of {args.budget}: train something first")
     return [row for row in rows if place(row) == place(found[-1])]
 
 
@@ -45,11 +47,12 @@ def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
     found = ideas(rows)
     noise = Noise.of(rows, found)
+    expect(found, noise)
     kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
-    crashed = sum(row["status"] == "crash" for row in rows)
+    crashes = sum(map(crashed, rows))
     lines = [f"# {', '.join(place(rows[0]))}"]
-    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {crashed} crashed.")
+    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {crashes} crashed.")
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
@@ -58,7 +61,8 @@ def about_night(rows: list[dict]) -> str:
         known += f", and {noise.rest:.4f} between commits with the same seed" * (noise.rest != noise.seed)
         lines.append(f"{known}. `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
     lines.append(
-        "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept.\n"
+        "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
+        "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"
     )
     crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
     families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
@@ -89,8 +93,10 @@ def knob(name: str, group: list[Idea], noise: Noise) -> str:
 
 
 def gain(idea: Idea, noise: Noise) -> str:
-    """`-0.0036*`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
+    """`-0.0036*`, `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
     mark = "*" * (idea.status == "keep")
+    if mark and idea.changes and abs(idea.likely - idea.change) > 5e-5:
+        mark += f" (likely {idea.likely:+.4f})"
     if not idea.changes:
         return f"{idea.score:.4f}{mark}"
     near = "~" * (abs(idea.change) < noise.band(len(idea.changes), idea.same_seed))
@@ -115,13 +121,14 @@ def about_commit(commit: str) -> str:
     """A commit's rows, each with the summary of its last run and, after a crash, the end of its log."""
     lines = []
     for row in [row for row in read_results() if row["commit"] == commit]:
-        score = f"[{row['status']}]" if row["status"] == "crash" else f"{row['val_bpb']:.6f} {row['status']}"
+        score = f"[{row['reason'] or 'crash'}]" if crashed(row) else f"{row['val_bpb']:.6f} {row['status']}"
         lines.append(f"# {commit} {row['description']}")
-        lines.append(f"{score}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
+        test = "" if row["test_bpb"] is None else f", test {row['test_bpb']:.6f}"
+        lines.append(f"{score}{test}, seed {row['seed']}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
         if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
             log = folder / "log.txt"
-            if row["status"] == "crash" and log.exists():
+            if crashed(row) and log.exists():
                 lines += ["```", *log.read_text("utf-8", errors="replace").splitlines()[-20:], "```"]
             lines.append(f"- record: {folder.relative_to(records.RUNS.parent)}")
     if not lines:

@@ -11,33 +11,24 @@ from contextlib import suppress
 
 import harness
 import prepare
-from harness import Description
+from harness import crashed
 from night.commits import doubts
+from night.git import ROOT, in_history, revisions
 from night.live import Board, wave_lock
-from night.pool import Ended, Local, News, Run, Started
-from night.records import end_record, folder_name, new_folder
-from night.rows import (
-    ROOT,
-    Kind,
-    Label,
-    decide,
-    discard_by_mean,
-    good,
-    grouped,
-    in_history,
-    name_of,
-    reference,
-    revisions,
-    scores,
-    with_error,
-)
+from night.noise import with_error
+from night.pool import Local, News, Run, Started, label
+from night.records import end_record, new_record
+from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
+from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
 
-# Runs in a separate process, so that this one takes no GPU memory
+ANSWER = 300  # seconds for the GPUs to answer, including loading PyTorch from a slow disk
 GPU_NAMES = """
 import sys, torch, harness
-for i in range(torch.cuda.device_count()): torch.cuda.set_device(i); print(harness.gpu_name(sys.argv[1]))
+for i in range(torch.cuda.device_count()):
+    torch.cuda.set_device(i)
+    print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
 """
 
 
@@ -53,7 +44,7 @@ def wave(args: argparse.Namespace) -> None:
 
 
 def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
-    return Run(commit, harness.clean(Description(subject, seed)), seed)
+    return Run(commit, harness.clean(subject), seed)
 
 
 def table(rows: list[dict], base: str) -> str:
@@ -65,11 +56,9 @@ def table(rows: list[dict], base: str) -> str:
         change = with_error([own[seed] - other[seed] for seed in own if seed in other], "+.6f", ".5f")
         change = "reference" if commit == base else change
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
-        status = "+".join(sorted({row["status"] for row in group}))
+        status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
-        text = group[-1]["description"]
-        if len(group) > 1:
-            text = f"{Description.parse(group[-1]).subject}, {len(own)} seeds"
+        text = label(group[-1]) if len(group) == 1 else f"{group[-1]['description']}, {len(own)} seeds"
         line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"
         lines.append((gpu, not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
@@ -86,22 +75,36 @@ def start_pool(args: argparse.Namespace) -> tuple:
     args.alone = open(wave_lock(), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
-    if prepare.read(harness.RESULTS).split("\n")[0].rstrip() not in ("", harness.HEADER):
-        raise PrepareError(f"{harness.RESULTS} cannot take rows: its first line must be `{harness.HEADER}`")
+    try:
+        harness.parse_log(prepare.read(harness.RESULTS))
+    except ValueError as error:
+        raise PrepareError(f"{harness.RESULTS} cannot take rows: {error}") from None
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    ask = [sys.executable, "-c", GPU_NAMES, args.setting]
-    asked = subprocess.run(ask, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    if asked.returncode:
-        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
-    names = asked.stdout.splitlines()
-    kind = Kind(list(dict.fromkeys(names)) or ["cpu"], args.setting, prepare.dataset_id(), anywhere=bool(args.address))
+    names = ask_gpus(GPU_NAMES, args.gpu or "")
+    gpus, dataset = list(dict.fromkeys(names)) or ["cpu"], prepare.dataset_id()
+    kind = Kind(gpus, args.budget, dataset, args.gpu or "", anywhere=bool(args.address))
     if args.address:
         from night.ray_pool import RayPool
 
-        return RayPool(args.address, kind.dataset, args.per_gpu, args.limit), kind
+        return RayPool(args.address, kind.dataset, args.per_gpu, args.limit, args.locked), kind
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    return Local([place.strip() for place in places.split(",")][: len(names)], args.per_gpu, args.limit), kind
+    places = [place.strip() for place in places.split(",")][: len(names)]
+    return Local(places, args.per_gpu, args.limit, args.locked), kind
+
+
+def ask_gpus(code: str, *args: str) -> list[str]:
+    """The lines that Python code prints about this machine's GPUs; in another process, so that this one takes no GPU
+    memory. Raises PrepareError if it fails, or takes longer than ANSWER."""
+    asked = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        output, _ = asked.communicate(timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and no wait for its end: what a driver blocks cannot be killed
+        raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
+    if asked.returncode:
+        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
+    return output.splitlines()
 
 
 def same_gpus(kind: Kind) -> Kind:
@@ -111,11 +114,11 @@ def same_gpus(kind: Kind) -> Kind:
     return kind
 
 
-def settled(row: dict, kind: Kind, base: str) -> bool:
+def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
     """Whether the row's run need not be repeated. A crash of the reference is repeated; a report needs test scores."""
-    if row["status"] == "crash":
+    if crashed(row):
         return row["commit"] != base
-    return not kind.report or Description.parse(row).test_bpb is not None
+    return not kind.report or row["test_bpb"] is not None
 
 
 class Trainer:
@@ -127,7 +130,6 @@ class Trainer:
         self.rivals = defaultdict(set)  # commits that a revision's row judges
         self.records = {}  # run that has started: folder of its record
         self.lost = set()  # runs that were lost, and started again, once
-        self.reasons = {}  # why `stop` has ended a run
         self.stopped = []  # not empty after a signal
 
     def at_work(self, total: int = 0) -> Board:
@@ -139,19 +141,15 @@ class Trainer:
     def runs(self) -> list[Run]:
         return [*self.pending]
 
-    def to_end(self) -> int:
-        """Number of runs that have not ended."""
-        return len(self.pending)
-
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns the last row of each run that has one.
 
         base: commit and subject of the reference. A signal ends all runs and this process.
         """
-        rows = [row for row in self.kind.rows() if settled(row, self.kind, base[0])]
-        done = set() if self.args.again else {name_of(row) for row in rows}
+        rows = [row for row in self.kind.rows() if needs_no_repeat(row, self.kind, base[0])]
+        done = set() if self.args.again else {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
-        todo = [run for run in runs if run[:2] not in done]
+        todo = [run for run in runs if run.name not in done]
         print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
         self.rivals[base[0]] |= {run.commit for run in runs}
         for row in rows:
@@ -164,10 +162,10 @@ class Trainer:
                 for _ in self.ended():
                     pass
         earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
-        judged = {run[:2] for run in runs if run.commit == base[0] or run.commit not in earlier}
+        judged = {run.name for run in runs if run.commit == base[0] or run.commit not in earlier}
         discard_by_mean(judged, base[0], self.kind)
-        last = {name_of(row): row for row in self.kind.rows()}
-        return [last[run[:2]] for run in runs if run[:2] in last]
+        last = {run_name(row): row for row in self.kind.rows()}
+        return [last[run.name] for run in runs if run.name in last]
 
     def per_gpu(self, runs: int) -> int:
         """How many of so many runs each GPU should take."""
@@ -178,20 +176,16 @@ class Trainer:
         how many a GPU should take."""
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
+        command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
         self.pool.submit(run, command, record, per_gpu or args.per_gpu)
         self.pending[run] = base
         self.rivals[base[0]].add(run.commit)
 
-    def stop(self, run: Run, reason: str) -> None:
-        """Ends a run, which gets a crash row with this reason."""
-        self.reasons[run] = reason
-        self.pool.stop(run)
-
     def judge_by(self, row: dict) -> None:
         """If it is a reference's row: judges the ideas that ended before it."""
         if rivals := self.rivals.get(row["commit"]):
-            decide(rivals, row, self.kind)
+            keep_winners(rivals, row, self.kind)
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
@@ -203,20 +197,18 @@ class Trainer:
             if self.stopped:  # it may have ended a run, too
                 break
             if isinstance(event, Started):
-                print(f"start    {' '.join(run[:2])} on {event.where}")
+                print(f"start    {run} on {event.where}")
                 with suppress(OSError):  # the run goes on without a record
-                    self.records[run] = new_folder(folder_name(run.commit, run.seed, self.args.setting))
+                    self.records[run] = new_record(*run.name, self.args.gpu, self.args.budget)
             elif isinstance(event, News):
                 with suppress(KeyError, OSError), (self.records[run] / event.name).open("ab") as file:
                     file.write(event.text)
             else:
-                if run in self.reasons:
-                    event = Ended(run, "", [], self.reasons.pop(run))
                 base = self.pending.pop(run)
                 if folder := self.records.pop(run, None):
                     end_record(folder, event.reason)
                 if event.lost and run not in self.lost:
-                    print(f"lost     {' '.join(run[:2])}: starting it again")
+                    print(f"lost     {run}: starting it again")
                     self.lost.add(run)
                     self.submit(run, base)
                     continue
@@ -224,7 +216,7 @@ class Trainer:
                 print(text)
                 self.judge_by(row)
                 yield run, row
-        self.board.update([*self.records.values()], self.to_end())
+        self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:
             print("interrupted: the same command continues")
             for folder in self.records.values():
@@ -238,23 +230,21 @@ def log_row(
 ) -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `decide` judges it.
+    An idea that ends before the reference is a `discard` until `keep_winners` judges it.
     """
-    lost = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, status="crash", description=f"[{reason}]")
-    lost |= dict(gpu=kind.gpus[0] + kind.setting, dataset=kind.dataset)  # on a cluster, this machine's GPU
-    *_, row = [lost, *filter(None, map(harness.parse_row, rows.split("\n")))]
-    _, _, test_bpb, reason = Description.parse(row)
-    gpu = str(Label.parse(row["gpu"])._replace(report=kind.report))
+    gpu, _, dataset = kind.place()  # on a cluster, this machine's GPU
+    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
+    with suppress(ValueError):
+        *_, row = [row, *harness.parse_log(rows)[0]]
     if kind.report:
         to_beat = None
     elif run.commit == base[0]:
         to_beat = math.inf
     else:
-        rivals = [row for row in good(kind.rows(), base[0]) if row["gpu"] == gpu]
+        rivals = [other for other in good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]
         to_beat = scores(rivals).get(run.seed, 0.0)
-    own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "dataset")}
-    own |= dict(commit=run.commit, description=run.description, gpu=gpu)
-    status = harness.log_result(**own, to_beat=to_beat, test_bpb=test_bpb, reason=reason)
-    line = f"{status:8} {row['val_bpb']:.6f}  {' '.join(run[:2])}  {reason}"
-    own["description"] = str(Description(run.description, test_bpb=test_bpb, reason=reason))  # as it is in the log
-    return own | {"status": status}, "\n    ".join([line, *tail] if reason else [line])
+    own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
+    own |= run._asdict() | {"budget": kind.budget}
+    own["status"] = harness.log_result(**own, to_beat=to_beat, report=kind.report)
+    line = f"{own['status']:8} {own['val_bpb']:.6f}  {run}  {own['reason']}"
+    return own, "\n    ".join([line, *tail] if own["reason"] else [line])

@@ -20,7 +20,14 @@ def test_without_noise_the_lowest_keeps_every_gain_and_no_harm():
     assert {*gains[gains < 97]} <= {*kept.which}  # 100 runs, three for the baseline
 
 
-@pytest.mark.parametrize("sd, gain, false", [(0.0005, 0.0285, 0.45), (0.001, 0.0246, 0.48), (0.002, 0.0169, 0.53)])
+@pytest.mark.parametrize(
+    "sd, gain, false",
+    [
+        pytest.param(0.0005, 0.0285, 0.45, marks=pytest.mark.slow),
+        (0.001, 0.0246, 0.48),
+        pytest.param(0.002, 0.0169, 0.53, marks=pytest.mark.slow),
+    ],
+)
 def test_keep_the_lowest_repeats_the_known_nights(sd, gain, false):
     nights = simulate(Case(sd), LOWEST)
     assert nights[:, 0].mean() == pytest.approx(gain, abs=3 * nights[:, 0].std() / 20)  # 400 nights

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
+from small_corpus import ROOT, told
 from test_wave import TWO_SLOTS, Clone
 
 import harness
@@ -25,6 +26,9 @@ from night import gains, proposals, rows
 from night import loop as loops
 from night.__main__ import parse
 from night.gains import Gain, Gains, Merge, Take, next_step, split
+from night.git import in_history
+from night.ideas import describe
+from night.statuses import set_status
 from night.wave import Trainer
 
 TRAIN = """\
@@ -78,7 +82,7 @@ def daemon():
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
 
 if word not in ("odd", "banner", "half"):
-    pathlib.Path("IDEA").write_text(f"\n{word} {n}, seed 7\nnext\n")
+    pathlib.Path("IDEA").write_text(f"\n{word} {n}\nnext\n")
 if word in "AB":
     edit(word, -1)
 elif word == "elsewhere":
@@ -115,6 +119,9 @@ elif word == "half":
 elif word == "killed":
     edit("A", -1)
     os.kill(os.getpid(), 9)
+elif word == "stopped":
+    edit("A", -1)
+    sys.exit("Error: 529 Overloaded")
 elif word == "endless":
     train.write_text(text + "# nothing runs\n")
 elif word == "typo":
@@ -206,6 +213,7 @@ def played(tmp_path, monkeypatch):
     return Played(tmp_path / "clone", monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_providers_limit_of_forty_minutes_does_not_end_a_night(played, capfd):
     """The loop asks again after growing pauses, and says why it had to."""
     script = played.agent.read_text()
@@ -240,11 +248,13 @@ def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its
 
 
 def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
-    played.night("half", args=["--agent-limit=1", "--hours=0.05"])
-    played.night("killed", args=["--hours=0.05"])
+    played.night("half", args=["--agent-limit=1", "--hours=0.01"])
+    played.night("killed", args=["--hours=0.01"])
+    assert not played.tried()
     half = "its edit may be half done"
     assert {*played.verdicts()} == {f"failed: cut off after 1 s; {half}", f"failed: killed by signal 9; {half}"}
-    assert not played.tried()
+    played.night("stopped", args=["--runs=1"])
+    assert played.tried()[0][0].endswith(" (exit status 1)"), "an error of its own may have cut it off"
 
 
 def test_what_breaks_a_rule_or_was_tried_is_refused_and_five_in_a_row_end_the_night(played, capfd):
@@ -266,7 +276,7 @@ def test_the_loop_ends_after_ten_crashes_in_a_row_or_when_gains_stay_away(played
 
 def test_of_agents_that_fail_together_one_counts(played):
     """As by their provider's limit: each round of them makes the pause longer."""
-    night = played.loop("--agent=true")
+    night = played.loop("--agent=true", "--pause=30")
     work = played.folder.with_name("a") / "work"
 
     def judge(asked: float, code: int = 1, *edited: str) -> tuple[int, int, float]:
@@ -284,10 +294,13 @@ def test_of_agents_that_fail_together_one_counts(played):
     assert judge(night.next_ask) == (2, 0, 90)
     assert judge(night.next_ask, 0, "train.py") == (0, 1, 30), "that one worked"
     assert [judge(night.next_ask)[2] for _ in range(9)][-2:] == [1800, 1800]
+    night.failed = 3000  # of agents that fail at once, by turns without a pause: no number is too large
+    assert judge(night.next_ask)[2] == 1800
     night.propose = lambda *_: True
     assert judge(0.0, 0, "train.py") == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_git_that_fails_for_a_while_ends_no_night(played, capfd):
     """A stale lock of the branch, which somebody removes after a while; and refs that are not ours."""
     lock = played.folder / ".git" / "refs" / "heads" / "night.lock"
@@ -330,16 +343,20 @@ def test_what_a_person_does_with_git_meanwhile_costs_no_row_and_moves_no_commit(
     output = capfd.readouterr().out
     tried = dict(played.tried())
     assert len(tried) == len(played.tried()) >= 16 and {*tried.values()} == {"keep", "discard"}
+    trained = Counter(run.commit for run in played.pool.trained)
+    assert Counter(row["commit"] for row in played.rows()) == trained, "a row per run, and none without"
     assert played.shell("git log --format=%s other").split("\n")[0] == "elsewhere"
     assert "notes" in played.shell("git log --format=%s night").split("\n")
     assert "# mine" in played.shell("git stash show -p")
     assert "trouble  the night is on night, which is not checked out: trying again" in output
-    *_, best = (row for row in rows.in_history(played.rows()) if row["status"] == "keep")
+    *_, best = (row for row in in_history(played.rows()) if row["status"] == "keep")
     assert played.shell(f"git diff {best['commit']} night -- train.py") == ""
     assert played.shell("git branch --format='%(refname:short)'").split() == ["night", "other"]
 
 
-@pytest.mark.parametrize("name", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"])
+@pytest.mark.parametrize(
+    "name", ["GIT_DIR", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GIT_WORK_TREE", "GIT_INDEX_FILE"))]
+)
 def test_a_repository_named_in_the_environment_is_not_touched(played, monkeypatch, name):
     """As in a hook or an alias: the loop once committed the deletion of results.tsv there."""
     theirs = played.folder.with_name("theirs")
@@ -389,13 +406,24 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     assert "- refused: it changes prepare.py" in memory and "exit status" not in memory
 
 
+@pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
+def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(played):
+    box, stolen = played.folder.with_name("box"), played.folder.with_name("stolen")
+    box.write_text(re.search(r"> ~/box <<'END'\n(.*?)END\n", (ROOT / "docs/loop.md").read_text(), re.S)[1])
+    box.chmod(0o755)
+    work = f"grep -q researcher {{prompt}}; echo x > /tmp/own; echo idea > IDEA; touch {stolen} {ROOT}/stolen && exit 1"
+    agent = f"sh -ec \"{work}; sed -i 's/A = 30/A = 29/' train.py; git diff --quiet && exit 1; true\""
+    played.night(args=[f"--agent={agent}", f"--sandbox={box}", "--runs=1", "--hours=0.1"])
+    assert played.tried() == [("idea", "keep")] and not stolen.exists() and not (ROOT / "stolen").exists()
+
+
 def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
     """3,000 rows, in seconds; what was kept on this branch stays."""
     header = harness.HEADER + "\n"
     head = played.head()
 
     def line(commit: str, val_bpb: float, status: str, text: str) -> str:
-        return f"{commit}\t{val_bpb:.6f}\t1.0\t{status}\t{text}\tcpu\td\t1.0"
+        return f"{commit}\t{val_bpb:.6f}\t1.0\t{status}\t{text}\tcpu\td\t300 s\t42\t1.0\t\t\trun"
 
     lines = [line(f"{i:07x}", 1.5 + i / 1e5, "discard", f"idea number {i} that was tried") for i in range(1, 3000)]
     lines.insert(2000, line("abcdef0", 1.4, "discard", "the best idea"))
@@ -534,7 +562,7 @@ def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is
     assert rows.count_kept(waiting.kind.rows()[:1]) == "1 kept"
     waiting.gain(2, "A = 30", "A = 29", 1.32)
     gone = waiting.gain(3, "B = 30", "B = 29", 1.325)
-    rows.set_status(gone, waiting.kind, "discard")
+    set_status(gone, waiting.kind, "discard")
     waiting.gains.advance(pending=True, over=False)
     assert not waiting.merged and not waiting.gains
     assert waiting.verdict(2) == f"keep, but it conflicts with {better}, which is better"
@@ -606,7 +634,7 @@ def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_sprea
 
 def test_an_agents_description_cannot_pass_for_a_merge(tmp_path):
     agent = agents.Agent(1, 0.0, "agent 1: ", "base", tmp_path, {}, None)
-    (tmp_path / "IDEA").write_text("wider, again on 1234567, seed 7\n")
+    (tmp_path / "IDEA").write_text("wider, again on 1234567\n")
     assert agent.idea() == "agent 1: wider"
 
 
@@ -614,15 +642,19 @@ def test_an_agents_description_cannot_pass_for_a_merge(tmp_path):
     ("old", "new", "words"),
     [
         ("A = 30", "A = 29", "A 30 -> 29"),
-        ("return 1 +", "x = 1\n    return x +", "total +2 -1"),
-        ("def total", "N = (2,)\n\n\nclass Net:\n    def f(self):\n        pass\n\n\ndef total", "N +1, Net.f +2"),
-        ("B = 30\n", "", "B -1"),
-        ("A = 30", "A = = 30", "train.py +1 -1"),
-        ("result(", "print()\nresult(", "train.py +1"),
+        ("return 1 +", "x = 1\n    return x +", "3 lines of total"),
+        (
+            "def total",
+            "N = (2,)\n\n\nclass Net:\n    def f(self):\n        pass\n\n\ndef total",
+            "1 line of N, 3 lines of Net",
+        ),
+        ("B = 30\n", "", "1 line of B"),
+        ("A = 30", "A = = 30", "A 30 -> = 30"),
+        ("result(", "print()\nresult(", "1 line of total"),
     ],
 )
 def test_an_edit_is_described_by_the_constants_and_functions_that_it_changes(old, new, words):
-    assert proposals.describe(TRAIN.encode(), TRAIN.replace(old, new).encode()) == words
+    assert describe(proposals.diff(TRAIN.encode(), TRAIN.replace(old, new).encode(), context=0)) == words
 
 
 def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_layout_only():
@@ -772,11 +804,12 @@ def loop(prepared, tmp_path):
     loop.kill_the_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("runs", "kills"), [(8, 1), pytest.param(40, 3, marks=pytest.mark.slow)])
-def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop, runs, kills):
+def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop):
     """Nothing is lost, doubled or left running, and the clone is as a night leaves it. The base packages suffice."""
-    for name in ("ray", "scipy", "optuna", "cmaes", "plotly", "matplotlib", "rich"):
+    runs, kills = 40, 3
+    for name in ("ray", "scipy", "optuna", "matplotlib", "rich"):
         loop.folder.with_name("bin").joinpath(f"{name}.py").write_text("raise ImportError('not installed')")
     for stage in range(1, kills + 2):
         most = runs * stage // (kills + 1)
@@ -817,6 +850,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     assert (loop.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
 
 
+@pytest.mark.slow
 def test_a_night_ends_with_its_report_whatever_git_and_agents_did(loop):
     """A lock that stays until the end; agents that fail before they work. Its prompts begin before there is a row."""
     night = loop.loop("fail,A,elsewhere", args=["--runs=2", "--report", "--agents=1"])
@@ -857,7 +891,7 @@ def test_a_reference_that_crashed_is_mended_by_a_commit_and_a_new_night_measures
     loop.finish(loop.wave("HEAD", *TWO_SLOTS))  # one seed of three
     loop.finish(loop.loop("A", args=["--runs=1"]))
     mended = ["mended", "mended, seed 1", "mended, seed 2"]
-    found = [(row["description"], row["status"]) for row in loop.rows() if row["status"] != "crash"]
+    found = [(told(row), row["status"]) for row in loop.rows() if row["status"] != "crash"]
     assert found[0] == ("mended", "keep") and sorted(found[:3]) == [(name, "keep") for name in mended]
     assert found[-1][1] == "keep" and found[-1][0].startswith("A ")
 

@@ -21,7 +21,7 @@ EMPTY = subprocess.run(["tar", "-cT", "/dev/null"], capture_output=True, check=T
 def local(monkeypatch):
     """Makes a pool of two GPUs, which take two runs each."""
     monkeypatch.setattr(pool, "archive", lambda commit: EMPTY)
-    monkeypatch.setattr(pool, "our_files", dict)
+    monkeypatch.setattr(pool, "our_files", lambda locked: {})
     monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     local = Local(["3", "GPU-7"], 2, 60)
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_ends_though_it_ignores_sigterm_and_its_folder_is_
     _, work = local.active[run]
     while not work.output:
         time.sleep(0.01)
-    local.stop(run)
+    work.stop()
     until(local, Ended, 1)
     assert work.process.returncode == -signal.SIGKILL and not work.folder.exists()
 

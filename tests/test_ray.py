@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_corpus import ROOT
+from small_corpus import ROOT, told
 from test_loop import EVERY, Loop
 from test_wave import SIX, Clone
 
@@ -113,9 +113,9 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     assert len(re.findall("^no run on .* does not have corpus-.*PrepareError", output, re.M)) == 1
 
     clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
-    rows = {row["description"]: (row["gpu"], row["val_bpb"]) for row in clone.rows()[3:]}
+    rows = {told(row): (row["gpu"], row["budget"], row["val_bpb"]) for row in clone.rows()[3:]}
     expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
-    assert rows == {name: ("cpu, 9 s", val_bpb) for name, val_bpb in expected.items()}
+    assert rows == {name: ("cpu", "9 s", val_bpb) for name, val_bpb in expected.items()}
     wave = clone.wave("long", "--again", f"--address={cluster.cluster.address}")
     began(3)
     wave.kill()

@@ -9,24 +9,27 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from keep_rules import Case, draw
 from scratch import Scratch
 from small_corpus import ROOT
 from test_night import Night
 
 import harness
 import prepare
-from harness import Description
 from night import report as reports
 from night.__main__ import parse
-from night.report import difference, gains
-from night.rows import Kind, Label, experiments, seed_noise
+from night.intervals import interval, miss_of_look, shrink
+from night.noise import seed_noise
+from night.report import gains, remember_look
+from night.rows import Kind, experiments
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
 NOISE = 0.002
-SETTING = ", 1.5 M tokens"
-LABEL = f"cpu{SETTING}"
+BUDGET = "1.5 M tokens"
+LABEL = dict(gpu="cpu", budget=BUDGET)
 # A revision whose true val_bpb is known, and its score on test, with other noise.
 STUB = """\
 import random
@@ -46,11 +49,12 @@ seed = int(options["seed"])
 
 def result(val_bpb, test_bpb):
     time.sleep(0.3)
-    gpu = "cpu" + harness.budget_name(None, int(options["tokens"]), None)
     harness.log_result(
-        val_bpb=val_bpb, memory_gb=2.0, gpu=gpu, dataset=prepare.dataset_id(), tokens_M=1.3,
+        val_bpb=val_bpb, memory_gb=2.0, gpu="cpu", budget=harness.budget_name(None, int(options["tokens"])), seed=seed,
+        dataset=prepare.dataset_id(), tokens_M=1.3,
         test_bpb=test_bpb if harness.night_record()["score_test"] else None,
     )
+
 
 """
 
@@ -69,7 +73,7 @@ class Simulated:
         rng, best = random.Random(5), 9.0
         for i in range(runs):
             true = 1.2 - gain * (i // 40) / max(1, (runs - 1) // 40)
-            row = dict(memory_gb=2.0, gpu=LABEL, dataset=self.dataset, tokens_M=1.5, commit=f"{i:07x}")
+            row = dict(memory_gb=2.0, **LABEL, dataset=self.dataset, tokens_M=1.5, commit=f"{i:07x}")
             row["path"] = self.folder / "results.tsv"
             val_bpb = true + rng.gauss(0, NOISE)
             if i and i % 20 == 0:
@@ -85,14 +89,14 @@ class Simulated:
         return self.rows()
 
     def report_rows(self) -> list[dict]:
-        return [row for row in self.rows() if row["gpu"] == f"{LABEL}, report"]
+        return [row for row in self.rows() if row["status"] == "report"]
 
 
 class Morning(Simulated, Scratch):
     """Reports in this process, whose runs end at once and see fewer tokens than those of the night."""
 
     def __init__(self, folder: Path, monkeypatch, **files: str):
-        super().__init__(folder, monkeypatch, {"train.py": "", **files}, SETTING)
+        super().__init__(folder, monkeypatch, {"train.py": "", **files}, BUDGET)
         monkeypatch.setattr(reports, "start_pool", lambda args: (self.pool, self.kind))
         self.pool.tokens_M = 1.3
 
@@ -146,8 +150,8 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     kept = [row for row in rows if row["status"] == "keep"]
     morning.report()
     output = capsys.readouterr().out
-    assert f"{LABEL}, d: 200 experiments, {len(kept)} kept, 9 crashed." in output
-    assert "it may be chance. More" in output
+    assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept, 9 crashed." in output
+    assert "it may be chance.\nThis is look 1 at it. The next one, with --seeds 6, has a 99% interval" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
@@ -174,10 +178,9 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     rows, (first, *_, last) = clone.report_rows(), [row["commit"] for row in night if row["status"] == "keep"]
     assert clone.rows() == night + rows
     subject = {row["commit"]: row["description"] for row in night}
-    names = sorted((row["commit"], row["description"].partition(", test ")[0]) for row in rows)
+    names = sorted((row["commit"], row["description"], row["seed"]) for row in rows)
     seeds = (101, 102, 103)
-    assert names == sorted((commit, f"{subject[commit]}, seed {seed}") for commit in (first, last) for seed in seeds)
-    assert rows[0]["status"] == "keep" and {row["status"] for row in rows} <= {"keep", "discard"}
+    assert names == sorted((commit, subject[commit], seed) for commit in (first, last) for seed in seeds)
     assert f"First kept: {first}, {subject[first]}. Last kept: {last}, {subject[last]}." in output
     table = numbers(output)
     assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
@@ -192,7 +195,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert experiments() == night
     assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
     assert clone.run("python -m night reference --tokens 1500000").strip() == last
-    assert Kind(["cpu"], ", 1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
+    assert Kind(["cpu"], "1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
 
 
 def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
@@ -201,7 +204,7 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, cap
     with pytest.raises(prepare.PrepareError, match="0 of 16 runs succeeded, too few"):
         morning.report("--seeds=2", "--attribute")
     assert "\n16 runs, 0 more " in capsys.readouterr().out, "different ones, although changes may have to go together"
-    assert "the gain's 95% confidence interval" in morning.written()
+    assert "the gain's 97% confidence interval" in morning.written()
 
 
 def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
@@ -235,24 +238,17 @@ def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, li
     assert (code == 0) == bool(re.search(f"^{line}$", (clone.folder / "report.md").read_text(), re.M))
 
 
-FIRST = dict(commit="a", val_bpb=1.210, status="keep", tokens_M=9.0, description="baseline, seed 7")
-LAST = dict(commit="b", val_bpb=1.200, status="keep", tokens_M=9.0, description="wider, seed 7")
+FIRST = dict(commit="a", val_bpb=1.210, status="keep", tokens_M=9.0, description="baseline", seed=7, reason="")
+LAST = dict(commit="b", val_bpb=1.200, status="keep", tokens_M=9.0, description="wider", seed=7, reason="")
 
 
 def rows_of(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: float = 9.0) -> list[dict]:
     rows = []
     for commit, scores in val.items():
         for i, val_bpb in enumerate(scores):
-            row = dict(
-                commit=commit,
-                gpu=f"{LABEL}, report",
-                dataset="d",
-                val_bpb=val_bpb,
-                status="keep" if val_bpb else "crash",
-                tokens_M=tokens_M,
-            )
-            text = Description("x", i, test[commit][i]) if val_bpb else Description("x", i, None, "killed")
-            rows.append(row | {"description": str(text)})
+            row = dict(commit=commit, dataset="d", val_bpb=val_bpb, status="report", tokens_M=tokens_M, **LABEL)
+            row |= dict(description="x", seed=i, test_bpb=test[commit][i] if val_bpb else None)
+            rows.append(row | {"reason": "killed" * (not val_bpb)})
     return rows
 
 
@@ -264,50 +260,97 @@ def told(val: dict[str, list[float]], test: dict[str, list[float]], tokens_M: fl
 @pytest.mark.parametrize(
     ("differences", "error", "t"), [([5, 6, 7], 1 / 3**0.5, 4.303), ([4, 5, 6, 7, 8], 0.5**0.5, 2.776)]
 )
-def test_a_gain_is_that_of_pairs_and_stands_beyond_chance(differences, error, t):
-    spread = [0.0, 0.1, 0.04, 0.02, 0.07][: len(differences)]  # from seed to seed, alike in both
-    for mean, stands in ((t * error * 1.01, True), (t * error * 0.99, False)):
-        gains_ = [(d - statistics.mean(differences) + mean) / 1000 for d in differences]
-        gain, sd, low, high = difference([(1.2 + x, 1.2 + x - y) for x, y in zip(spread, gains_, strict=True)])
-        assert (gain, sd, (low + high) / 2) == pytest.approx((mean / 1000, error / 1000, mean / 1000))
-        assert (low > 0) == stands
+def test_an_interval_of_pairs_excludes_what_is_beyond_chance(differences, error, t):
+    for mean, excludes in ((t * error * 1.01, True), (t * error * 0.99, False)):
+        gain, sd, low, high = interval([d - statistics.mean(differences) + mean for d in differences])
+        assert (gain, sd, (low + high) / 2) == pytest.approx((mean, error, mean))
+        assert (low > 0) == excludes
+
+
+def test_however_often_one_looks_again_an_interval_misses_in_one_night_of_twenty():
+    """Each look misses at its own rate; always at 95%, one of three misses in 12%."""
+    looks = 3, 6, 12
+    nights = np.random.default_rng(1).normal(0.003, 0.002, (2000, max(looks)))
+    ends = [interval(nights[:, :seeds], miss_of_look(look))[2:] for look, seeds in enumerate(looks, start=1)]
+    missed = np.array([(low > 0.003) | (high < 0.003) for low, high in ends])
+    assert missed.mean(1) == pytest.approx([0.03, 0.01, 0.005], abs=0.008)
+    assert missed.any(0).mean() == pytest.approx(0.041, abs=0.01)
+    assert sum(miss_of_look(look) for look in range(1, 100)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("ideas", [10, 100])
+def test_the_gains_of_ideas_that_scored_lower_are_shown_as_large_as_they_are_on_average(ideas):
+    rng, found = np.random.default_rng(0), []
+    for _ in range(4000 // ideas):
+        truth = draw(Case(), ideas, rng)
+        gains_ = truth + rng.normal(0, 0.001, ideas)
+        found += [*np.transpose([gains_, shrink(gains_, 0.001), truth])[gains_ > 0]]
+    raw, shrunk, truth = np.transpose(found)
+    assert (raw - truth).mean() > 0.0005 and abs((shrunk - truth).mean()) < 0.0001
+    assert np.square(shrunk - truth).mean() < 0.75 * np.square(raw - truth).mean()
+    assert shrink([0.01, -0.3], [1e-5, 1e-4]) == pytest.approx([0.01, -0.3]), "without noise nothing is luck"
 
 
 def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds_only():
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
-    test = {"a": [1.307, 1.309, 1.311], "b": [1.3055, 1.306, 1.3075]}
+    test = {"a": [1.307, 1.309, 1.311], "b": [1.3046, 1.3063, 1.3081]}
     text = told(val, test)
     assert text.startswith("First kept: a, baseline. Last kept: b, wider.\n")
     assert numbers(text) == {
         "val, as": [1.21, 1.2, 0.01],
         "val, me": [1.209, 1.203, 0.006, 0.0006],
-        "test, me": [1.309, 1.3063, 0.0027, 0.0006],
+        "test, me": [1.309, 1.3063, 0.0027, 0.0001],
     }
     assert "mean of 3 new seeds" in text and "saw" not in text
-    assert "is 0.0001 to 0.0053: it holds up." in text and "logged, 0.0040 was luck" in text
+    assert "On test, which no report has scored before, the gain's 97% confidence interval is 0.0018 to 0.0035" in text
+    assert "it holds up." in text and "logged, 0.0040 did not come back with new seeds." in text
     test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
     val["b"] = [1.197, 1.1985, 1.2005]  # as much as logged
     text = told(val, test)
-    assert "may be chance" in text and "luck" not in text
+    assert "may be chance" in text and "come back" not in text
     assert "another text" in text
     val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
-    assert "luck" not in told(val, test)
+    assert "come back" not in told(val, test)
     val["b"] = [1.217, 1.2185, 1.2205]  # worse
-    assert "logged, 0.0100 was luck" in told(val, test)
+    assert "logged, 0.0100 did not" in told(val, test)
 
 
 def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
     """A wave or loop trains the baseline with several seeds, and the lucky one may end first."""
     val = {"a": [1.207, 1.209, 1.211], "b": [1.206, 1.208, 1.2102]}
-    lucky = FIRST | {"description": "baseline", "val_bpb": 1.218}
-    both = [lucky, FIRST, LAST, FIRST | {"description": "baseline, seed 1", "val_bpb": 1.21}]
-    both.append(LAST | {"description": "wider, seed 1", "val_bpb": 1.208})
+    lucky = FIRST | {"seed": 42, "val_bpb": 1.218}
+    both = [lucky, FIRST, LAST, FIRST | {"seed": 1, "val_bpb": 1.21}]
+    both.append(LAST | {"seed": 1, "val_bpb": 1.208})
     text = gains(lucky, LAST, both, rows_of(val, val))
-    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006] and "logged, 0.0051 was luck" in text
+    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006] and "logged, 0.0051 did not" in text
     text = gains(lucky, LAST, [lucky, LAST], rows_of(val, val))
     assert "logged" not in text and "val, mean of 3 new seeds" in text
     worse = val | {"b": [1.307, 1.309, 1.3112]}
     assert "it is a loss." in told(worse, worse)
+    assert "is 0.0000 to 0.0000: every seed says the same." in told(val | {"b": val["a"]}, val | {"b": val["a"]})
+
+
+def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test_before(tmp_path, monkeypatch):
+    def shell(script: str) -> str:
+        return subprocess.check_output(["sh", "-ec", script], cwd=tmp_path, text=True).strip()
+
+    commit = "git commit -q --allow-empty -m x; git rev-parse --short=7 HEAD; "
+    shell("git init -q")
+    a, b, c, d = shell(4 * commit).split()
+    other = shell(f"git checkout -q -b other {a}; {commit}")
+    monkeypatch.setattr("night.git.ROOT", tmp_path)
+
+    def look(first: str, last: str, seeds: int, dataset: str = "d") -> tuple[int, list[str]]:
+        rows = rows_of({name: [1.2] * seeds for name in (first, last)}, {name: [1.3] * seeds for name in (first, last)})
+        return remember_look(dict(commit=first), dict(commit=last), rows, dataset)
+
+    assert [look(a, b, seeds) for seeds in (3, 6, 3, 1, 12)] == [(1, []), (2, []), (1, []), (3, []), (3, [])]
+    assert look(a, b, 24, "e") == (1, []), "another text"
+    assert look(c, d, 3) == (1, [f"{a}-{b}"]) and look(a, other, 3) == (1, [])
+    val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
+    text = gains(FIRST, LAST, [FIRST, LAST], rows_of(val, val), 2, ["c-d"])
+    assert "On test, which the report on c-d has scored, too, the gain's 99% confidence" in text
+    assert "This is look 2 at it. The next one, with --seeds 4, has a 99.5% interval" in text
 
 
 def test_many_seeds_and_crashes_among_them():
@@ -340,6 +383,6 @@ def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
     rows = harness.read_results()
     assert len(experiments()) == 133 and len(rows) == 139
     kept = [row for row in experiments() if row["status"] == "keep"]
-    text = gains(kept[0], kept[-1], kept, [row for row in rows if Label.parse(row["gpu"]).report])
+    text = gains(kept[0], kept[-1], kept, [row for row in rows if row["status"] == "report"])
     assert "| val, mean of 3 new seeds | 1.2081 | 1.1954 | 0.0127 |" in text
-    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "luck" not in text
+    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "come back" not in text

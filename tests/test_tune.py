@@ -1,26 +1,26 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
-import functools
-import itertools
 import json
 import re
-import statistics
+import signal
 import time
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from scratch import Scratch, StubPool
+from scratch import Scratch
 from test_wave import STUB, TWO_SLOTS, Clone
 
 import harness
 import night.plot
-from night import live, records, tune
+from night import agent as agents
+from night import loop as loops
+from night import proposals, records, tune
 from night.__main__ import parse
+from night.commits import commit_train
 from night.knobs import edit, read_knobs
 from night.plot import plot
-from night.records import curve
 from night.report import best_of
-from night.rows import arms
+from night.rows import arm, arms
 from prepare import PrepareError
 
 optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
@@ -58,56 +58,57 @@ result(1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.l
 """
 
 
-class Tuned(Clone):
-    def search(self, *args: str, rows: int = 0):
-        search = self.start(f"exec python -m night tune {' '.join([*TWO_SLOTS, *args])}", CUDA_VISIBLE_DEVICES="")
-        while len(self.rows()) < rows:
-            time.sleep(0.05)
-            assert search.poll() is None, search.stdout.read()
-        return search
-
-    def tune(self, *args: str) -> str:
-        return self.finish(self.search(*args))
-
-    def trials(self) -> list:
-        return optuna.load_study(study_name=None, storage=f"sqlite:///{self.folder}/runs/tune.db").trials
-
-    def train(self, commit: str) -> tuple[str, tuple]:
-        text = self.run(f"git show {commit}:train.py")
-        return text, tuple(knob.value for knob in read_knobs(text.encode(), 0))
-
-
 class Searched(Scratch):
     """A clone, and searches in this process."""
 
-    def tune(self, *options: str, user=()) -> str:
-        args = parse(["tune", "--tokens=1500000", "--per-gpu=2", *options])
-        knobs_of = functools.partial(read_knobs, peak=0, names=args.knobs, searched=())
-        self.pool = StubPool(self.kind, self.folder.parent)
-        self.pool.user = iter(user)
-        search = tune.Tuner(args, self.pool, self.kind, knobs_of)
-        search.search()
-        return search.study.get_trials()
+    def propose(self, base: str, *options: str) -> str:
+        """What the tuner writes as IDEA. self.work: where; self.study: what Optuna knew, and the trial."""
+        create = optuna.create_study
+        self.work, _ = proposals.checkout(base)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.work)
+            patch.setattr(optuna, "create_study", lambda **args: setattr(self, "study", create(**args)) or self.study)
+            tune.propose(parse(["tune", "--tokens=1500000", *options]))
+        return (self.work / "IDEA").read_text()
 
-    def train(self, commit: str) -> str:
-        return self.shell(f"git show {commit}:train.py")
+    def agent(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
+        """In place of agents.start: the tuner, without a process of its own."""
+        with proposals.new_proposal(branch) as n:
+            self.propose(base, *command.split())
+        ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+        return agents.Agent(n, now, name, base, self.work, {"train.py": tune.read_train(base)}, ended)
+
+    def night(self, command: str, runs: int) -> list[dict]:
+        """The rows of a loop with the tuner, the base's first."""
+        args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}", "--pause=0"])
+        trainer, base = self.trainer(args), (self.head(), "base")
+        loop = loops.Loop(args, trainer)
+        trainer.train([loops.run_of(*base)], base)
+        loop.work()
+        return self.rows()
+
+    def log(self, commit: str, val_bpb: float, description: str, **row) -> None:
+        row |= dict(memory_gb=1.0, gpu="cpu", dataset="d", budget="1.5 M tokens")
+        harness.log_result(val_bpb=val_bpb, commit=commit, description=description, **row)
 
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    return Searched(tmp_path / "clone", monkeypatch, {"train.py": QUICK}, ", 1.5 M tokens")
+    quick = Searched(tmp_path / "searched", monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
+    monkeypatch.setattr(agents, "start", quick.agent)
+    return quick
 
 
 @pytest.fixture
 def clone(prepared, tmp_path):
-    clone = Tuned(tmp_path / "clone", prepared)
+    clone = Clone(tmp_path / "clone", prepared)
     (clone.folder / "train.py").write_text(BOWL.replace("LOG", repr(str(tmp_path / "trained"))))
     clone.run("git commit -qam base")
     return clone
 
 
 def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
-    assert {knob.name: knob.choices or (knob.low, knob.high, knob.log) for knob in read_knobs(HOSTILE, 5e12)} == {
+    assert {knob.name: knob.choices or (knob.low, knob.high, knob.log) for knob in read_knobs(HOSTILE, 3)} == {
         "A_LR": (0.02, 0.08, True),
         "SHARE": (pytest.approx(0.9125), pytest.approx(0.9875), False),
         "STEPS": (100.0, 300.0, True),
@@ -124,15 +125,15 @@ def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
 
 def test_a_size_that_replaces_all_rows_is_the_one_in_use_and_defaults_count_beside_it():
     source = HOSTILE.replace(b"head_dim: int;", b"head_dim: int = 32;") + b"SIZE = Config(7, 64, full_heads=2)\n"
-    choices = {knob.name: knob.choices for knob in read_knobs(source, 5e12, ["depth", "n_embd"])}
+    choices = {knob.name: knob.choices for knob in read_knobs(source, 3, ["depth", "n_embd"])}
     assert choices == {"depth": (5, 6, 7, 8, 9), "n_embd": (64, 96, 128)}
-    (head_dim,) = read_knobs(source, 5e12, ["head_dim"])
+    (head_dim,) = read_knobs(source, 3, ["head_dim"])
     assert b"head_dim: int = 16;" in edit(source, {head_dim: 16})
     assert read_knobs(source.replace(b"SIZE = Config(7", b"SIZE = None  # Config(7"), 0, ["n_embd"])[0].value == 128
 
 
 def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
-    knobs = {knob.name: knob for knob in read_knobs(HOSTILE, 5e12)}
+    knobs = {knob.name: knob for knob in read_knobs(HOSTILE, 3)}
     wanted = {"A_LR": 0.0234567, "STEPS": 123.4, "LONG": 2.3e6, "n_embd": 600, "window": 999}
     values = {knobs[name]: knobs[name].fit(value) for name, value in (wanted | {"total_batch_size": 2e4}).items()}
     assert [line for line in edit(HOSTILE, values).split(b"\n") if line not in HOSTILE.split(b"\n")] == [
@@ -143,18 +144,18 @@ def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     ]
 
 
-def test_a_range_without_the_value_an_unknown_knob_and_cma_es_with_an_agent_are_refused():
+def test_a_range_without_the_value_and_an_unknown_knob_are_refused():
     with pytest.raises(PrepareError, match=r"A_LR = 0.04 is outside its range \[0.01, 0.02\]"):
         read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
-    with pytest.raises(SystemExit):
-        parse(["tune", "--with-agent", "--sampler=cmaes"])
 
 
-def test_by_tokens_no_size_is_searched_as_it_may_make_a_token_dearer(monkeypatch, capsys):
-    monkeypatch.setattr(tune, "kind_here", str)
-    monkeypatch.setattr(tune, "reference", str)
+def test_sizes_are_those_of_the_last_run_and_by_tokens_none_is_searched_as_it_may_make_a_token_dearer(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(tune, "rows_of", lambda args: ["row"])
+    monkeypatch.setattr(tune, "live_row", lambda rows: 3 if rows == ["row"] else None)
     monkeypatch.setattr(tune, "read_train", lambda commit: HOSTILE)
     names = []
     for budget in ("--seconds=5", "--tokens=5"):
@@ -164,89 +165,83 @@ def test_by_tokens_no_size_is_searched_as_it_may_make_a_token_dearer(monkeypatch
     lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
     assert lines == [["STEPS", "200", "100", "to"], ["ROWS", "2**17", "32768,", "65536,"]]
     assert names[0] - names[1] == {"depth", "n_embd", "window", "total_batch_size"} and "A_LR" in names[1]
+    assert not {knob.name for knob in read_knobs(HOSTILE, None)} & names[0] - names[1], "no run has named its sizes"
+
+
+def test_a_night_of_the_tuner_moves_constants_to_new_values_within_their_ranges(quick):
+    base, *rows = quick.night("--sampler=tpe", 20)
+    assert len(rows) >= 20 and {row["status"] for row in rows} == {"keep", "discard", "crash"}
+    assert min(row["val_bpb"] for row in rows if row["val_bpb"]) < base["val_bpb"]
+    found = {quick.shell(f"git show {row['commit']}:train.py") for row in rows}
+    assert len(found) == len(rows), "each is new"
+    for text in found:
+        lr, width, *_ = (knob.value for knob in read_knobs(text.encode(), None))
+        assert 0.01 <= lr <= 0.1 and width in range(1, 257) and text.split("\n")[3:] == QUICK.strip().split("\n")[3:]
+    assert all(re.match(r"tune tpe: \w+ \S+ -> ", row["description"]) for row in rows)
+    changes = [pair for row in rows for pair in re.findall(r"(\S+) -> ([^\s,]+)", row["description"])]
+    assert all(before != after for before, after in changes), "what stays is no change"
+    name, value = re.search(r"(\w+) \S+ -> ([^\s,]+)", rows[0]["description"]).groups()
+    assert f"{name} = {value}" in quick.shell(f"git show {rows[0]['commit']}:train.py")
+
+
+def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler(quick):
+    """By whichever agent of several; not from files that lack the constant. An older one had other ranges."""
+    base, text = quick.head(), QUICK.encode()
+    files = {name: text.replace(b"2**4", name.encode()) for name in ("2", "4", "8", "32", "64")}
+    files["none"], files["typo"] = text.replace(b"WIDTH = 2**4", b"WIDTH = None"), text + b"= ="
+    commits = {name: commit_train(base, file, name, f"x/{name}") for name, file in files.items()}
+    quick.log(base, 1.4, "base")
+    quick.log(commits["2"], 1.3, "an idea that was kept")
+    quick.log(commits["4"], 1.35, "agent 2: tune tpe: WIDTH 2**4 -> 4")
+    quick.log(commits["8"], 1.35, "agent 1: an idea")
+    quick.log(commits["none"], 1.35, "tune tpe: a")
+    quick.log(commits["typo"], 0.0, "tune tpe: b", reason="SyntaxError")
+    quick.log(commits["32"], 0.0, "tune tpe: c", reason="NaN")
+    quick.log(commits["64"], 1.35, "tune random: d")
+    commit_train(base, text.replace(b"2**4", b"128"), "tune tpe: e", "night-loop/7")
+    quick.propose(base)
+    known = [(trial.params["WIDTH"], trial.value, trial.state.name) for trial in quick.study.trials]
+    assert known[:5] == [
+        (16, 1.4, "COMPLETE"), (2, 1.3, "COMPLETE"), (4, 1.35, "COMPLETE"), (32, None, "FAIL"), (128, None, "RUNNING"),
+    ]  # fmt: skip
+    assert {state for *_, state in known[5:-1]} <= {"FAIL"} and 4 <= known[-1][0] <= 64
+
+
+def test_values_that_were_tried_are_not_proposed_again_until_none_is_left(quick):
+    base, found = quick.head(), {"16"}
+    quick.log(base, 1.4, "base")
+    for _ in range(4):
+        idea = quick.propose(base, "--knobs=WIDTH", "--sampler=random")
+        (value,) = re.findall(r"^tune random: WIDTH 2\*\*4 -> 2\*\*(\d)$", idea)
+        assert 2 ** int(value) in {4, 8, 32, 64} - found
+        found.add(2 ** int(value))
+        commit = commit_train(base, (quick.work / "train.py").read_bytes(), idea, f"x/{value}")
+        quick.log(commit, 1.5, idea)
+    with pytest.raises(PrepareError, match="all values have been tried"):
+        quick.propose(base, "--knobs=WIDTH", "--sampler=random")
 
 
 @pytest.mark.slow
-def test_trials_killed_in_the_middle_go_on_and_none_is_doubled(clone, tmp_path):
+def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
     (clone.folder / "train.py").write_text("by hand")
-    clone.search("--runs=7", rows=3).kill()
+
+    def search(runs: int):
+        return clone.start(
+            f"exec python -m night tune {' '.join(TWO_SLOTS)} --knobs LR,WIDTH --runs={runs}", CUDA_VISIBLE_DEVICES=""
+        )
+
+    killed = search(9)
+    while len(clone.rows()) < 6:  # three seeds of the base, and three trials
+        time.sleep(0.05)
+        assert killed.poll() is None, killed.stdout.read()
+    killed.send_signal(signal.SIGKILL)
     assert clone.all_gone(20, runs=True)
-    before, output = clone.rows(), clone.tune("--runs=7")
-    rows, trials = clone.rows(), clone.trials()
-    by_commit = {row["commit"]: row for row in rows}
-    assert len(trials) == 7 and by_commit.keys() == {trial.user_attrs["commit"] for trial in trials}
-    assert rows[: len(before)] == before and rows == [*by_commit.values()]
-    assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2  # killed at work, and repeated
-    base, (start, _) = trials[0].user_attrs["commit"], clone.train("HEAD")
-    assert base == clone.run("git rev-parse --short=7 HEAD").strip() and by_commit[base]["val_bpb"] > 1.403
-    for trial, row in [(trial, by_commit[trial.user_attrs["commit"]]) for trial in trials]:
-        text, (lr, width, depth) = clone.train(row["commit"])
-        assert 0.01 <= lr <= 0.1 and width in (4, 8, 16, 32, 64) and text.split("\n")[3:] == start.split("\n")[3:]
-        assert trial.value == (row["val_bpb"] or None) and (row["status"] == "crash") == (depth not in (2, 3))
-        parent = clone.run(f"git rev-parse --short=7 {row['commit']}^").strip()
-        assert row["commit"] == base or (parent == base and row["description"].startswith("tune tpe: "))
-    best = min((row for row in rows if row["val_bpb"]), key=lambda row: row["val_bpb"])
-    assert re.search(rf"vs reference.*\n{best['val_bpb']:.6f} .* keep +{best['commit']}  ", output)
-    assert clone.run("git status --porcelain").split() == ["M", "train.py"]
-    assert clone.tune("--runs=7").startswith("7 of 7 trials so far, 0 of them")
-
-
-def test_a_trial_that_begins_badly_is_stopped_and_its_row_says_so(quick, monkeypatch, capsys):
-    """Runs begin by turns with the lowest loss so far and the highest."""
-    begun = quick.folder.with_name("begun")
-    train = f"""
-with open({str(begun)!r}, "ab", buffering=0) as file: file.write(b"."); n = file.tell()
-loss = 5 + n / 100 if n % 2 else 5 - n / 100
-lines = [f"1\\t1\\t{{share * 1.5e6}}\\t{{loss}}\\t0" for share in (0, 0.15, 0.3, 0.3)]
-news("curve.tsv", "\\n".join(lines).encode())
-"""
-    quick.shell(f"cat >> train.py <<'END'\n{train}\nEND\ngit commit -qam curves")
-    monkeypatch.setattr(tune, "FIRST", 3)
-    now = itertools.count(0, 100)  # the board says how far it is at each look
-    monkeypatch.setattr(live.time, "monotonic", lambda: next(now))
-    trials = quick.tune("--sampler=random", "--runs=14", "--knobs=LR,WIDTH", "--prune")
-    output = capsys.readouterr().out
-    ended = re.findall(r"(\d+) of 14 runs have ended(, \d+ min left)?", output)
-    assert (ended[0], ended[-1]) == (("0", ""), ("14", "")), output
-    assert all(left for n, left in ended if 0 < int(n) < 14), output
-    pruned = [row for row in quick.rows() if row["description"].endswith("[pruned at 20%]")]
-    ends = Counter((trial.state.name, trial.user_attrs["commit"]) for trial in trials)
-    stopped = {commit for state, commit in ends if state == "PRUNED"}  # trials of equal values are one run
-    assert stopped and stopped == {row["commit"] for row in pruned}, output
-    assert {state for state, _ in ends} == {"PRUNED", "COMPLETE"} and len(pruned) == len(stopped), output
-    assert len(quick.pool.trained) == len(quick.rows()) - len(pruned)  # equal values are one run
-    for row in pruned:
-        (folder,) = (quick.folder / "runs").glob(f"{row['commit']}-*")
-        assert curve(folder)[-1].loss > 5
-
-
-def test_with_an_agent_a_search_goes_on_from_what_is_kept_meanwhile(quick):
-    """The idea also has a rate searched on a linear scale from now on."""
-
-    def keep_an_idea() -> None:
-        quick.shell("sed -i '$ a # an idea\ns/0.01, 0.1/0, 0.1/' train.py; git commit -qam idea")
-        row = {key: quick.rows()[0][key] for key in ("gpu", "dataset", "memory_gb")}
-        harness.log_result(val_bpb=1.1, commit=quick.head(), description="idea", **row)
-
-    user = (keep_an_idea() if look == 2 else None for look in itertools.count())
-    trials = quick.tune("--with-agent", "--sampler=random", "--knobs=LR,WIDTH", "--runs=12", user=user)
-    commits = [trial.user_attrs["commit"] for trial in trials]
-    edits = ["# an idea" in quick.train(commit) for commit in commits]
-    assert 1 < edits.index(True) < 6 and edits == sorted(edits) and commits[edits.index(True)] == quick.head()
-    assert len(quick.rows()) == len({row["commit"] for row in quick.rows()}) == 12
-
-
-def test_equal_values_are_one_run_and_cma_es_searches(quick):
-    trials = quick.tune("--sampler=cmaes", "--runs=12", "--knobs=WIDTH,DEPTH")
-    rows = quick.rows()
-    assert len(trials) == 12 > len(rows) == len({quick.train(row["commit"]) for row in rows}) > 1
-    assert all(row["description"].startswith("tune cmaes: ") for row in rows[2:])
-
-
-def test_cma_es_begins_at_the_constants_as_they_are_not_in_the_middle_of_their_ranges(quick):
-    quick.shell("sed -i 's/0.01, 0.1/0.04, 100/' train.py; git commit -qam wide")
-    trials = quick.tune("--sampler=cmaes", "--runs=8", "--knobs=LR,WIDTH")
-    assert statistics.median(trial.params["LR"] for trial in trials[1:]) < 0.6, "the middle is 2"
+    before, output = clone.rows(), clone.finish(search(9))
+    rows = clone.rows()
+    assert rows[: len(before)] == before and len({row["commit"] for row in rows[3:]}) == len(rows) - 3 >= 9, output
+    assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2, "killed at work, and repeated"
+    assert all(row["description"].startswith("tune tpe: ") for row in rows[3:])
+    assert (clone.folder / "train.py").read_text() == "by hand", "the user's edit is left alone"
 
 
 def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
@@ -261,18 +256,19 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
         "agent 2: x": 1.25,
         "tune tpe: A 1 -> 3": 1.1,
         "tune random: A": 0,
-        "tune random: B": 1.4,
+        "agent 3: tune random: B": 1.4,
         "tune tpe: C, seed 1": 1.0,
     }
     ideas |= {f"tune random: {letter}, seed 1": 0 for letter in "DEFGH"}
     for i, (text, bpb) in enumerate(ideas.items()):
-        commit = f"c{max(1, i)}"
-        harness.log_result(val_bpb=bpb, description=text, reason="NaN" * (not bpb), commit=commit, **row)
-        if "seed" not in text:
-            records.RUNS.mkdir(exist_ok=True)
-            folder = records.new_folder(f"{commit}-42-300s")
+        commit, (subject, _, seed) = f"c{max(1, i)}", text.partition(", seed ")
+        row |= dict(commit=commit, description=subject, seed=int(seed or 42))
+        harness.log_result(val_bpb=bpb, reason="NaN" * (not bpb), **row)
+        if not seed:
+            folder = records.new_record(commit, 42, None, "300 s")
             (folder / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n1\t{30 * i}\t1\t9\t0\n")
             (folder / "summary.json").write_text(json.dumps({"total_seconds": 60 * i} if bpb else {"reason": "NaN"}))
+    assert {arm({"description": text}) for text in ("prune tpe: a", "tune all: a", "tpe: a")} == {"agent"}
     found = arms(harness.read_results())
     assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert not arms([row for row in harness.read_results() if row["status"] == "crash"])

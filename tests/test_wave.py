@@ -15,16 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_corpus import ROOT, copy_files, texts, write_parquet
+from small_corpus import ROOT, copy_files, texts, told, write_parquet
 from test_night import Night, command
 
 import harness
 import prepare
-from harness import Description
 from night import rows
+from night import wave as waves
 from night.live import Board
 from night.pool import Ended, Run
-from night.rows import Kind, decide
+from night.rows import Kind
+from night.statuses import discard_by_mean, keep_winners
 from night.wave import Trainer, log_row, same_gpus, table
 
 STUB = """\
@@ -38,7 +39,8 @@ parser.add_argument("--tokens", type=int)
 parser.add_argument("--gpu")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
-where = dict(gpu="cpu" + budget_name(args.seconds, args.tokens, args.gpu), dataset=prepare.dataset_id())
+where = dict(gpu="cpu", budget=budget_name(args.seconds, args.tokens), dataset=prepare.dataset_id())
+where["seed"] = args.seed if "--seed" in " ".join(sys.argv) else 42
 prepare.adopt_dataset(prepare.current_dataset())
 try:
     print("training", flush=True)
@@ -57,7 +59,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 15]", "hang": "[no evaluation within 0.1 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 16]", "hang": "[no evaluation within 0.1 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
@@ -89,10 +91,10 @@ class Clone(Night):
                 os.kill(pid, signal.SIGKILL)
 
     def scores(self) -> dict[str, str]:
-        """Description: status, each once."""
+        """Description, seed and reason: status, each once."""
         rows = self.rows()
-        assert len({row["description"] for row in rows}) == len(rows)
-        return {row["description"]: row["status"] for row in rows}
+        assert len({*map(told, rows)}) == len(rows)
+        return {told(row): row["status"] for row in rows}
 
 
 @pytest.fixture
@@ -113,26 +115,19 @@ def listening(pids) -> set[str]:
 
 
 def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
-    def row(commit: str, seed: int | None, val_bpb: float, gpu: str = "A") -> dict:
+    def row(commit: str, seed: int, val_bpb: float, gpu: str = "A") -> dict:
         status = "keep" if val_bpb else "crash"
-        text = f"{commit * 2}, seed {seed}" if seed else commit * 2
-        return dict(
-            commit=commit,
-            val_bpb=val_bpb,
-            status=status,
-            description=text + " [x]" * (not val_bpb),
-            tokens_M=9.0 * bool(val_bpb),
-            gpu=gpu,
-        )
+        row = dict(commit=commit, val_bpb=val_bpb, status=status, description=commit * 2, seed=seed, gpu=gpu)
+        return row | dict(tokens_M=9.0 * bool(val_bpb), reason="x" * (not val_bpb))
 
     rows = [row("r", 1, 1.2), row("r", 2, 1.4), row("r", 3, 1.9), row("i", 1, 1.1), row("i", 2, 1.28), row("i", 3, 0.0)]
-    rows += [row("j", 1, 1.0, "B"), row("k", None, 1.5)]
+    rows += [row("j", 1, 1.0, "B"), row("k", 4, 1.5)]
     head, *lines = table(rows, "r").splitlines()
     assert head.startswith("DIFFERENT GPUS")
     lines = [re.sub(" {2,}", "|", line) for line in lines]
     assert lines[1:] == [
         "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds, A",
-        "1.500000|9.0|keep|k|kk, A",
+        "1.500000|9.0|keep|k|kk, seed 4, A",
         "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds, A",
         "1.000000|9.0|keep|j|jj, seed 1, B",
     ]
@@ -140,27 +135,28 @@ def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
 
 @pytest.mark.parametrize(
     ("gpu", "seed", "report", "status"),
-    [("A", 42, False, "keep"), ("A", 1, False, "discard"), ("B", 42, False, "discard"), ("B", 42, True, "keep")],
+    [("A", 42, False, "keep"), ("A", 1, False, "discard"), ("B", 42, False, "discard"), ("B", 42, True, "report")],
 )
 def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(
     tmp_path, monkeypatch, gpu, seed, report, status
 ):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     row = dict(memory_gb=1.0, dataset="d", to_beat=math.inf)
-    for text, val_bpb in {"base": 1.3, "base ": 1.5, "base, seed 1": 1.35, "other": 1.1}.items():
-        harness.log_result(val_bpb=val_bpb, gpu="A", description=text, commit="b" * (text[0] == "b") or "o", **row)
+    for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
+        harness.log_result(val_bpb=val_bpb, gpu="A", description="x", commit=commit, seed=own, **row)
     harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
-    kind, run = Kind(["A", "B"], "", "d", report), Run("i", "idea", seed)
-    lines = ["garbage", f"x\t1.400000\t2.0\tkeep\tx, test 1.600000\t{gpu}\td\t9.0", ""]
+    kind, run = Kind(["A", "B"], "300 s", "d", report=report), Run("i", "idea", seed)
+    lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
     log_row(run, kind, ("b", "base"), "\n".join(lines), [])
     *_, row = harness.read_results()
-    text = "idea, test 1.600000"
-    assert [row[key] for key in ("commit", "val_bpb", "status", "description")] == ["i", 1.4, status, text]
-    assert (row["gpu"], row["tokens_M"], row["memory_gb"]) == (gpu + ", report" * report, 9.0, 2.0)
+    assert row == dict(
+        commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
+        budget="300 s", seed=seed, tokens_M=9.0, test_bpb=1.6, reason="", by="night",
+    )  # fmt: skip
 
 
 def test_a_search_on_gpus_that_differ_is_refused_as_its_scores_could_not_be_compared():
-    kind = Kind(["RTX 3090", "RTX 4090"], "", "d")
+    kind = Kind(["RTX 3090", "RTX 4090"], "300 s", "d")
     with pytest.raises(prepare.PrepareError, match="RTX 3090 and RTX 4090 differ: choose equal GPUs"):
         same_gpus(kind)
     assert same_gpus(kind._replace(gpus=["A"])).gpus == ["A"]
@@ -172,18 +168,19 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
 
     def log(name: str, val_bpb: float, status: str = "discard", gpu: str = "A", seed: int = 42) -> None:
         row = dict(memory_gb=1.0, dataset="d", to_beat=9.0 * (status == "keep"), reason="killed" * (status == "crash"))
-        harness.log_result(val_bpb=val_bpb, gpu=gpu, commit=name, description=str(Description(name, seed)), **row)
+        harness.log_result(val_bpb=val_bpb, gpu=gpu, commit=name, seed=seed, description=name, **row)
 
     log("idea", 1.1), log("far", 1.2, gpu="B"), log("idea", 1.2), log("tie", 1.3), log("dead", 0.0, "crash")
     log("hand", 1.4, "keep"), log("other", 1.2), log("seed", 1.2, seed=1)
     with open(harness.RESULTS, "ab") as file:
         file.write(b"\xff no row\n")
     log("base", 1.3, "keep"), log("late", 1.2)
-    before, kind = harness.RESULTS.read_bytes(), Kind(["A", "B"], "", "d")
-    decide({"idea", "far", "tie", "dead", "hand", "new", "seed", "late"}, harness.read_results()[-2], kind)
+    before, kind = harness.RESULTS.read_bytes(), Kind(["A", "B"], "300 s", "d")
+    keep_winners({"idea", "far", "tie", "dead", "hand", "new", "seed", "late"}, harness.read_results()[-2], kind)
     lines = before.split(b"\n")
     line = lines.pop(3)  # after the header: the second row of the idea
-    assert harness.RESULTS.read_bytes().split(b"\n") == [*lines[:-1], line.replace(b"discard", b"keep"), b""]
+    kept = line.replace(b"discard", b"keep")
+    assert kept.endswith(b"night") and harness.RESULTS.read_bytes().split(b"\n") == [*lines[:-1], kept, b""]
 
 
 def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_path, monkeypatch):
@@ -192,17 +189,19 @@ def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_pa
     scores = {"base": (1.3, 1.4, 1.5), "lucky": (1.2, 1.6, 1.5), "fine": (1.2, 1.41, 1.5), "one": (1.2,)}
     for name, bpb in scores.items():
         for seed, val_bpb in enumerate(bpb):
-            row = dict(gpu="A", memory_gb=1.0, dataset="d", description=str(Description(name, seed)), commit=name[0])
+            row = dict(gpu="A", memory_gb=1.0, dataset="d", description=name, seed=seed, commit=name[0])
             harness.log_result(val_bpb=val_bpb, to_beat=scores["base"][seed], **row)
-    harness.log_result(val_bpb=1.35, gpu="A", memory_gb=1.0, dataset="d", description="lucky", commit="l", to_beat=9.0)
-    harness.log_result(val_bpb=0, gpu="A", memory_gb=0, dataset="d", description="fine, seed 3", commit="f", reason="x")
-    runs = {rows.name_of(row) for row in harness.read_results()[:-2]}
-    rows.discard_by_mean(runs, "b", Kind(["A"], "", "d"))
-    status = {row["description"]: row["status"] for row in harness.read_results()}
+    row = dict(gpu="A", memory_gb=1.0, dataset="d")
+    harness.log_result(val_bpb=1.35, description="lucky", commit="l", to_beat=9.0, **row)
+    harness.log_result(val_bpb=0, description="fine", seed=3, commit="f", reason="x", **row)
+    runs = {rows.run_name(row) for row in harness.read_results()[:-2]}
+    discard_by_mean(runs, "b", Kind(["A"], "300 s", "d"))
+    status = {told(row): row["status"] for row in harness.read_results()}
     assert status["lucky, seed 0"] == "discard" and status["lucky"] == status["fine, seed 0"] == "keep"
     assert status["one, seed 0"] == "keep"
 
 
+@pytest.mark.slow
 def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(clone):
     """The cache has a relative path."""
     clone.env["AUTORESEARCH_CACHE"] = os.path.relpath(clone.env["AUTORESEARCH_CACHE"], clone.folder)
@@ -217,7 +216,7 @@ def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(clo
 def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(clone):
     clone.commit(base="val_bpb = 1.3", idea="val_bpb = 1.2", worse="val_bpb = 1.4")
     clone.run("git checkout -q base")
-    row = dict(memory_gb=2.0, gpu="cpu, 1.5 M tokens", tokens_M=1.5)
+    row = dict(memory_gb=2.0, gpu="cpu", budget="1.5 M tokens", tokens_M=1.5)
     cache = Path(clone.env["AUTORESEARCH_CACHE"])
     row["dataset"] = prepare.dataset_id(cache / prepare.read(cache / "current"))
     for name, val_bpb, to_beat in (("idea", 1.2, 0.0), ("worse", 1.4, 0.0), ("base", 1.3, math.inf)):
@@ -236,11 +235,11 @@ def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(tmp_path, monke
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     run = Run("abc1234", "idea", 42)
     pool = SimpleNamespace(slots=1, events=lambda: [Ended(run, "", [], "OSError")])
-    trainer = Trainer(None, pool, Kind(["cpu"], "", "d"))
+    trainer = Trainer(None, pool, Kind(["cpu"], "300 s", "d"))
     trainer.board, trainer.pending, trainer.records = Board(1), {run: ("", "")}, {run: tmp_path}
     ((_, row),) = trainer.ended()
     assert row["status"] == "crash" and not trainer.records and not trainer.pending
-    assert "OSError" in prepare.read(tmp_path / "summary.json") and "[OSError]" in prepare.read(harness.RESULTS)
+    assert "OSError" in prepare.read(tmp_path / "summary.json") and "\tOSError\t" in prepare.read(harness.RESULTS)
 
 
 def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(tmp_path, monkeypatch):
@@ -252,7 +251,7 @@ def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(tmp_path, 
         yield Ended(run, "", [], "no row")
 
     trainer = Trainer(
-        None, SimpleNamespace(slots=1, events=events, close=lambda: closed.append(1)), Kind(["cpu"], "", "d")
+        None, SimpleNamespace(slots=1, events=events, close=lambda: closed.append(1)), Kind(["cpu"], "300 s", "d")
     )
     trainer.board, trainer.pending = Board(1), {run: ("", "")}
     with pytest.raises(SystemExit):
@@ -262,18 +261,22 @@ def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(tmp_path, 
 
 def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
     clone.commit(base="val_bpb = 1.3")
-    clone.run("echo '# another' >> harness/log.py && git commit -qam odd && git tag odd && git checkout -q base")
+    clone.run("echo '# another' | tee -a harness/log.py >> kernels.py && git add .")
+    clone.run("git commit -qm 'odd 🚀' && git tag odd && git checkout -q base")
     (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
-    output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS))
+    (clone.folder / "harness" / "new.py").touch()
+    output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS, PYTHONIOENCODING="gbk"))
+    assert " odd ?, cpu\n" in output, "its terminal has no rocket"
+    assert {row["description"] for row in clone.rows()} == {"base", "odd 🚀"}
     odd = clone.run("git rev-parse --short=7 odd").strip()
-    assert "train.py here has uncommitted changes, which no run includes: commit them first\n" in output
-    assert f"\n{odd} differs from HEAD in harness/log.py: its rows may not be comparable\n" in output
+    assert "no run includes what is not committed here: train.py, harness/new.py\n" in output
+    assert f"\n{odd} differs from HEAD in harness/log.py and kernels.py: its rows may not be comparable\n" in output
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.3]
 
 
 def test_a_log_that_is_a_link_in_the_commit_too_keeps_its_rows(clone):
     log = clone.folder.with_name("elsewhere.tsv")
-    log.write_text(harness.HEADER + "\na\t1.5\t1\tkeep\told\tcpu\td\t1\n")
+    log.write_text(harness.HEADER + "\na\t1.5\t1\tkeep\told\tcpu\td\t300 s\t42\t1\t\t\t\n")
     (clone.folder / "results.tsv").symlink_to(log)
     clone.run("git update-index --no-skip-worktree results.tsv; git add results.tsv")
     clone.commit(base="val_bpb = 1.3")
@@ -306,6 +309,7 @@ def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clo
     assert "interrupted: the same command continues" in clone.finish(wave, code=130)
 
 
+@pytest.mark.slow
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
     """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first of the good
     rows. Nothing listens to the network. The wave begins as in a script, by `&`: SIGINT is ignored."""
@@ -334,7 +338,8 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     assert clone.scores() == kept | names
     assert next(name for name, status in clone.scores().items() if status != "crash") == "base"
     for row in clone.rows():
-        assert (row["gpu"], row["tokens_M"]) == ("cpu, 1.5 M tokens", 0.0 if row["status"] == "crash" else 1.5)
+        tokens_M = 0.0 if row["status"] == "crash" else 1.5
+        assert (row["gpu"], row["budget"], row["tokens_M"]) == ("cpu", "1.5 M tokens", tokens_M)
     table = re.findall(r"^([01]\.\d{6}) +(\S*)  .*[0-9a-f]{7}  (\w+)", output, re.M)
     assert table[:2] == [("1.200000", "-0.150000", "better"), ("1.300000", "-0.050000", "good")]
     assert table[2:4] == [("1.350000", "reference", "base"), ("1.400000", "+0.050000", "worse")]
@@ -372,6 +377,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
     assert re.search(r"^1\.530000 \+-0\.21000  -0\.020000 \+-0\.04000 .* discard\+keep .* idea, 2 seeds", output, re.M)
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(clone, tmp_path):
     clone.commit(
         base=f"val_bpb = float(open({str(tmp_path / 'bpb')!r}).read())", idea="val_bpb = 1.2", worse="val_bpb = 1.4"
@@ -430,8 +436,8 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     clone.run("git checkout -q autoresearch/mar5")
     assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
     output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
-    assert re.search(r"^1.250000 +reference .* all-winners, cpu, 1.5 M tokens$", output, re.M), output
-    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu, 1.5 M tokens$", output, re.M)
+    assert re.search(r"^1.250000 +reference .* all-winners, cpu$", output, re.M), output
+    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu$", output, re.M)
 
     clone.run(command("## The morning after") + "wait")
     report = (clone.folder / "report.md").read_text()
@@ -443,7 +449,12 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
 
 
 @pytest.mark.parametrize(
-    ("options", "threads"), [([], [1002.2]), (TWO_SLOTS, [1002.2]), ([*TWO_SLOTS, "--seeds=1,2"], [1.1] * 2)]
+    ("options", "threads"),
+    [
+        pytest.param([], [1002.2], marks=pytest.mark.slow),
+        pytest.param(TWO_SLOTS, [1002.2], marks=pytest.mark.slow),
+        ([*TWO_SLOTS, "--seeds=1,2"], [1.1] * 2),
+    ],
 )
 def test_under_taskset_runs_share_the_threads_that_they_may_use(clone, options, threads):
     """Without OMP_NUM_THREADS, PyTorch takes as many as it may use. A single run does not leave half of them idle."""
@@ -475,7 +486,8 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
         ("good --address=auto", r"wave needs .*Ray.*: pip install -e '\.\[night\]'"),
         ("good", "asking for this machine's GPUs failed with exit status 1"),
         ("good", "another wave, tune, loop or report of this clone is running"),
-        ("good", r"results.tsv cannot take rows: its first line must be `commit\tval_bpb\t"),
+        ("good", r"\[Errno 21\] Is a directory: .*results.tsv.wave"),  # read-only, to a user who is not root
+        ("good", r"results.tsv cannot take rows: its first line must be `commit val_bpb "),
     ],
 )
 def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, remedy):
@@ -486,6 +498,8 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
         (tmp_path / "bin" / "torch" / "cuda.py").write_text("def device_count(): raise RuntimeError('no driver')")
     if "cannot take" in remedy:
         (clone.folder / "results.tsv").write_text("my notes\n")
+    if "directory" in remedy:
+        (clone.folder / "results.tsv.wave").mkdir()
     if "another" in remedy:
         other = open(clone.folder / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -493,9 +507,22 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
     assert re.search(rf"^night: .*{remedy}", output, re.M)
 
 
+def test_gpus_that_do_not_answer_are_told_in_a_line_even_if_the_question_cannot_be_killed(monkeypatch):
+    """As a process that waits for a driver."""
+    asked = []
+    monkeypatch.setattr(waves, "ANSWER", 0.5)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: asked.append(process))
+    start = time.monotonic()
+    with pytest.raises(prepare.PrepareError, match="GPUs do not answer within"):
+        waves.ask_gpus("import time; time.sleep(20)")
+    assert time.monotonic() < start + 15
+    asked[0].send_signal(signal.SIGKILL)
+    asked[0].wait()
+
+
 def test_a_run_a_wave_and_train_py_import_nothing_but_the_base_packages(clone, tmp_path):
     """The others are in extras."""
-    for name in ("ray", "scipy", "optuna", "cmaes", "plotly", "matplotlib", "rich"):
+    for name in ("ray", "scipy", "optuna", "matplotlib", "rich"):
         (tmp_path / "bin" / f"{name}.py").write_text("raise SystemExit('imported')")
     clone.commit(good="import prepare; val_bpb = 1.3", better="val_bpb = 1.2")
     clone.run("git checkout -q good; python -m night run")

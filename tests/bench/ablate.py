@@ -22,9 +22,10 @@ from edits import EDITS
 import harness
 import train
 from night.__main__ import parse
-from night.attribute import Change, decide, judge, score_runs
+from night.attribute import Change, estimate, score_runs, try_changes
 from night.commits import commit_train, read_train
-from night.rows import ATTRIBUTION_SEEDS, commit_of
+from night.git import commit_of
+from night.noise import ATTRIBUTION_SEEDS
 from night.wave import Trainer, start_pool
 
 SEEDS = 2  # of each version, one by one
@@ -51,9 +52,9 @@ def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Chang
     if one_by_one:
         plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (SEEDS, 1))  # first of each seed: the full file
         seeds = np.arange(SEEDS).repeat(1 + len(names))
-        judge(changes, *measure(plan, seeds), 0.0, 0)
+        estimate(changes, *measure(plan, seeds), 0.0, 0)
     else:
-        decide(changes, measure, 0.0, 0)
+        try_changes(changes, measure, 0.0, 0)
     return changes
 
 

@@ -190,9 +190,9 @@ def measure(way: str) -> None:
     set_up(way)
     harness.start_compiler()
     gpu, device = harness.named_gpu("A100")._replace(memory=0), torch.device("cuda")
-    config = dataclasses.replace(train.pick_size(gpu), ngram_rows=655_360)  # a quarter: three ways fit in a GPU
-    if way == "none":
-        config = dataclasses.replace(config, num_experts=0)
+    experts = 0 if way == "none" else 32
+    rows = 655_360  # a quarter of each table: three ways fit in a GPU
+    config = dataclasses.replace(train.pick_size(gpu), ngram_rows=rows, num_experts=experts)
     torch.manual_seed(0)
     model = train.build_model(config, device, gpu)
     optimizer, scaler = train.make_optimizer(model), train.make_scaler(model)

@@ -200,7 +200,7 @@ def adapt(prepare, data: str, seconds: float) -> None:
 
 
 # ---- Command line
-def child(name: str, data: Path, saved: Path, seconds: float) -> tuple[str, list[str], Path]:
+def child(name: str, data: Path, saved: Path, seconds: float, seed: int = 42) -> tuple[str, list[str], Path]:
     """Python code, its arguments, and the folder it runs in."""
     from bench_train import RECIPES
 
@@ -208,7 +208,7 @@ def child(name: str, data: Path, saved: Path, seconds: float) -> tuple[str, list
     if Path(name).suffix == ".py":
         path = Path(name).resolve()
         return PEER.format(path=str(path), **values), [], path.parent
-    arguments = ["--seconds", str(seconds), *(["--gpu", name] if name not in RECIPES else [])]
+    arguments = ["--seconds", str(seconds), "--seed", str(seed), *(["--gpu", name] if name not in RECIPES else [])]
     return OURS.format(recipe=RECIPES.get(name, ""), **values), arguments, ROOT
 
 
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> None:
     print(" | ".join(["".ljust(24), *(column.rjust(12) for column in keys)]))
     for name in args.recipes:
         log = args.logs / f"compare_{Path(name).resolve().parent.name if name.endswith('.py') else name}.log"
-        summary = measure(*child(name, args.data, saved, args.seconds), log)
+        summary = measure(*child(name, args.data, saved, args.seconds, args.seed), log)
         line = " | ".join([name[-24:].ljust(24), *(summary.get(key, "-").rjust(12) for key in keys.values())])
         print(line if "rows" in summary else f"{name}: no score, see {log}", flush=True)
 
@@ -241,6 +241,7 @@ def main() -> None:
     add("recipes", nargs="+", help="a recipe of bench_train.py, a GPU's name, or the path of another train.py")
     add("--data", type=Path, required=True, metavar="NEW")
     add("--seconds", type=float, default=170)
+    add("--seed", type=int, default=42, help="ours; a peer's is in its file")
     add("--logs", type=Path, default=Path("/tmp"), help="folder for their output")
     args = parser.parse_args()
     if args.command == "run":

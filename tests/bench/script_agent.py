@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import edits
 
 from night.ideas import CONSTANT
-from night.tune import edit, read_knobs
+from night.knobs import edit, read_knobs
 
 EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
 EDITS |= {
@@ -86,7 +86,7 @@ EDITS |= {
     "queries, keys and values are one matrix to Muon": (", split=(self.qkv, -2))", ")"),
     "the MLP's first matrix is one to Muon": ("C**-0.5, split=(C, -2))", "C**-0.5)"),
     "the MLP's second matrix is one to Muon": ("C, 0, split=(C, -1))", "C, 0)"),
-    "all kinds of tables decay": ('!= "rows":  # constant LR', '!= "":  # constant LR'),
+    "n-gram tables' rates fall linearly, too": ('if group.get("kind") == "rows":  # by', "if False:  # by"),
 }
 
 
@@ -97,7 +97,7 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
         text = source.replace(old, new)
         if what not in prompt and source.count(old) == 1 and moved(source, text) not in prompt:
             return what, text
-    knobs = read_knobs(source, peak=0.0, searched=())  # no sizes
+    knobs = read_knobs(source, None, searched=())  # no sizes
     while True:
         knob = random.choice(knobs)
         at, low, high = random.random(), knob.low, knob.high

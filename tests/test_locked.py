@@ -1,0 +1,503 @@
+"""Locked runs: whatever train.py's process does to itself, its row says what its model predicts, or why not."""
+
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_corpus import copy_files
+from test_referee import FALSE, HONEST, LM, B, T, reference
+
+import harness
+import prepare
+from harness import remote
+from harness.experiment import crash_reason
+from night import records
+from night import run as night_run
+from night.__main__ import parse
+from night.fence import fence
+from night.pool import our_files
+
+try:
+    fence([Path(__file__)])
+    LANDLOCK = ""
+except OSError as error:
+    LANDLOCK = str(error)
+
+# Predicts every token alike, and trains for six steps
+TRAIN = """\
+import os, sys, threading, time
+from types import SimpleNamespace
+import torch
+import harness, prepare
+from harness import remote
+from pathlib import Path
+
+class LM(torch.nn.Module):
+    def __init__(self, vocab):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(vocab))
+        self.config = SimpleNamespace(device_batch_size=6, seq_len=48)
+
+    def forward(self, idx):
+        return self.w.expand(*idx.shape, -1)
+
+def train(clock, tokenizer, device, seed, gpu):
+    model = LM(tokenizer.get_vocab_size())
+    clock.start()
+    while clock.running():
+        step(model)
+        clock.advance(50, torch.ones(()), 1)
+    clock.stop()
+    return model, {}
+
+def step(model):
+    time.sleep(0.01)
+
+harness.experiment.sample = None  # takes a second
+EDIT
+if __name__ == "__main__":
+    harness.run(train, None)
+"""
+FALSE_ROW = "dict(val_bpb=0.1, memory_gb=1.0, gpu='cpu', dataset='d', budget='0.0003 M tokens')"
+SUMMARY = "print('---', 'val_bpb:          0.100000', 'status:           keep', sep='\\n', flush=True)"
+SCORED = ""  # as what it predicts
+
+# By name: an edit, and the reason that it gets
+LIES = {
+    "replaces_the_metric": ("harness.experiment.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1", SCORED),
+    "replaces_the_score": ("harness.experiment.score = lambda *_: 0.1", "no row"),
+    "replaces_the_referee": (
+        "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
+        "remote.Referee.score = remote.Referee.take = lambda *_: 0.1",
+        SCORED,
+    ),
+    "replaces_the_text": ("prepare.eval_batches = prepare.TokenStream.read = None", SCORED),
+    "replaces_sizes": ("prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)", SCORED),
+    "replaces_arithmetic": (
+        "import math; math.log = lambda _: 1e9\ntorch.Tensor.logsumexp = lambda x, *_: x[..., :1] * 0",
+        SCORED,
+    ),
+    "says_another_score": (
+        "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
+        SCORED,
+    ),
+    "sends_a_score": ("remote.tell(val_bpb=0.1, scores={'val': 0.1})", SCORED),
+    "never_asks": (f"harness.run = lambda *_: {SUMMARY}", "no row"),
+    "exits_after_a_false_summary": (f"def step(_):\n    {SUMMARY}\n    os._exit(0)", "no row"),
+    "writes_a_row": (f"harness.log_result(**{FALSE_ROW})", SCORED),
+    "writes_a_row_and_ends": (f"harness.log_result(**{FALSE_ROW})\nos._exit(0)", "no row"),
+    "writes_a_row_later": (
+        f"if not os.fork():\n    os.setsid(); time.sleep(1); harness.log_result(**{FALSE_ROW}); time.sleep(99)",
+        SCORED,
+    ),
+    "writes_a_row_when_it_is_scored": (
+        "answer = remote.answer\n"
+        f"remote.answer = lambda *args: (answer(*args), harness.log_result(**{FALSE_ROW}), os._exit(0))",
+        SCORED,
+    ),
+    "says_it_is_another_run": (
+        "harness.experiment.git_head = lambda: ('fffffff', 'mine')\n"
+        "harness.experiment.gpu_name = harness.experiment.dataset_id = lambda *_: 'mine'",
+        SCORED,
+    ),
+    "forgets_night": ("os.environ.pop('AUTORESEARCH_RUN')", "no row|exit status 1"),
+    "is_scored_twice": (
+        "def train_(real):\n    def train(*args):\n        model, _ = real(*args)\n"
+        "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
+        "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
+        "        return model, {}\n    return train\ntrain = train_(train)",
+        SCORED,
+    ),
+    "asks_for_another_split": ("remote.tell(split='train', batch_size=1, seq_len=9, dtype='', memory=0)", "no score"),
+    "asks_for_no_batches": ("remote.tell(split='val', batch_size=-6, seq_len=-48, dtype='', memory=0)", "cannot score"),
+    "asks_for_huge_batches": ("remote.tell(split='val', batch_size=9**9, seq_len=1, dtype='', memory=0)", "cannot"),
+    "asks_for_no_numbers": ("remote.tell(split='val', batch_size='6', seq_len=[], dtype={}, memory=0)", "no score"),
+    "counts_to_infinity": ("remote.tell(tokens=float('inf'))", ".* has no number"),
+    "counts_below_0": ("remote.tell(tokens=-1)", ".* has no number"),
+    "sends_a_pickle": (
+        "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
+        "remote.referee().send_bytes(pickle.dumps(Evil()))",
+        "no score: UnicodeDecodeError|no score: JSONDecodeError",
+    ),
+    "sends_too_much": (
+        "remote.referee().send_bytes(bytes(2**17))",
+        "(BrokenPipe|ConnectionReset)Error line|no row",
+    ),
+    "sends_rows_unasked": ("remote.referee().send_bytes(b'')", SCORED),
+    "cuts_the_file_of_logits": (
+        "send = remote.Connection.send_bytes\n"
+        "remote.Connection.send_bytes = lambda self, b: ("
+        "os.ftruncate(harness.night_record()['logits'], 9) if not b else 0, send(self, b))",
+        "the logits are gone",
+    ),
+    "stops_the_clock": (
+        "harness.clock.time = SimpleNamespace(perf_counter=iter(i / 1500 for i in range(9**9)).__next__)",
+        "trained for [1-9] s, not 0",
+    ),
+    "trains_after_the_clock": (
+        "stop = harness.Clock.stop\nharness.Clock.stop = lambda self: (stop(self), time.sleep(1.5))",
+        "trained for [1-9] s, not 0",
+    ),
+    "starts_the_clock_twice": (
+        "stop = harness.Clock.stop\n"
+        "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))",
+        "trained for [1-9] s, not 0",
+    ),
+    "never_starts_the_clock": (
+        "start = remote.tell\nharness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
+        "trained for [1-9] s, not 0",
+    ),
+}
+# What Landlock forbids
+FENCED = {
+    "reads_val": "next(prepare.cache_dir().glob('*/val_*')).read_bytes()",
+    "reads_test": "next(prepare.cache_dir().glob('*/test_*')).read_bytes()",
+    "trains_on_val": "next(prepare.make_dataloader(prepare.Tokenizer.from_directory(), 1, 9, 'val'))",
+    "links_to_val": "val = next(prepare.cache_dir().glob('*/val_*')); os.link(val, 'x'); open('x').read()",
+    "reads_it_by_another_process": (
+        "import subprocess\nsubprocess.run(['cat', *prepare.cache_dir().glob('*/val_*')], check=True)"
+    ),
+    "looks_into_the_referee": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
+    "writes_the_row_of_the_supervisor": (
+        "for path in Path(f'/proc/{os.getppid()}/fd').iterdir():\n    path.write_text('a row')"
+    ),
+    "ends_the_supervisor": "os.kill(os.getppid(), 9)",
+    "downloads_it": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
+}
+HONEST_EDITS = {
+    "nothing": "",
+    "talks_a_lot": "print('warning\\n' * 99_999, file=sys.stderr)",
+    "starts_processes": "import subprocess\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)",
+    "keeps_a_thread": "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+    "writes_files": "Path('cache').mkdir(exist_ok=True); Path('cache/a').write_text('a'); os.rename('cache/a', 'b')",
+    "fails_when_it_is_scored": "harness.experiment.sample = lambda *_, **__: os._exit(3)",
+    "scores_in_one_row": "LM.forward = lambda self, idx: (setattr(self, 'x', 1), self.w.expand(*idx.shape, -1))[1]",
+    "threads_of_its_own": "torch.set_num_threads(2)",
+}
+FAILURES = {
+    "a_leak": (
+        "LM.forward = lambda self, idx: torch.nn.functional.one_hot(idx.roll(-1, 1), len(self.w)).float()",
+        r"sees the future: position \d+ changes with token \d+",
+    ),
+    "nan": ("LM.forward = lambda self, idx: self.w.expand(*idx.shape, -1) * float('nan')", "val_bpb is nan"),
+    "nan_in_training": ("def step(_): raise FloatingPointError('NaN at step 3')", "NaN at step 3"),
+    "an_error": ("def step(_): raise KeyError('a')", r"KeyError line \d+, called from line \d+"),
+    "no_prediction": ("LM.forward = lambda self, idx: None", r"model\(x\) must give logits .*, not NoneType"),
+    "out_of_memory": ("LM.forward = lambda self, idx: [][torch.empty(2**60)]", "out of memory|RuntimeError|MemoryErr"),
+    "a_typo": ("harness.ron", r"AttributeError line \d+"),
+    "exit": ("def step(_): sys.exit(3)", "exit status 3"),
+    "killed": ("def step(_): os.kill(os.getpid(), 9)", "killed"),
+}
+
+
+class Forked:
+    """As much of Popen as night's guard needs: train.py goes on in a fork of this process, which has PyTorch loaded."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict, pass_fds, preexec_fn, **_):
+        read, write = os.pipe()
+        self.stdout, self.pid = open(read, "rb"), os.fork()
+        if not self.pid:
+            os.setsid()
+            preexec_fn()
+            os.dup2(write, 1), os.dup2(write, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            for number in {*range(3, 256)} - {*pass_fds}:
+                with suppress(OSError):
+                    os.close(number)
+            os.environ.clear(), os.environ.update(env)
+            sys.argv = command[1:]
+            os._exit(status(lambda: runpy.run_path("train.py", run_name="__main__")))
+        os.close(write)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def status(main) -> int:
+    """Exit status of a program that runs main()."""
+    try:
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else print(error.code, file=sys.stderr) or 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    return code
+
+
+RECORD = dict(log=True, commit="abc1234", description="idea")
+
+
+class Clone:
+    def __init__(self, folder: Path, cache: Path):
+        self.folder, self.cache, self.log = folder, cache, folder / "results.tsv"
+        folder.mkdir()
+
+    def run(self, edit: str, *args: str, tolerance: float = 1.0) -> tuple[dict, str]:
+        """Its only row, and what it has printed."""
+        self.log.write_text("\t".join(harness.COLUMNS) + "\n")
+        shutil.rmtree(self.folder / "runs", ignore_errors=True)
+        (self.folder / "train.py").write_text(TRAIN.replace("EDIT", edit))
+        if not (pid := os.fork()):
+            os._exit(status(lambda: self.supervise(args, tolerance)))
+        os.waitpid(pid, 0)
+        (row,) = harness.log.parse_log(self.log.read_text())[0]
+        (record,) = self.folder.glob("runs/*")
+        return row, prepare.read(record / "log.txt")
+
+    def supervise(self, args: list[str], tolerance: float) -> None:
+        os.chdir(self.folder)
+        out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        os.environ.update(AUTORESEARCH_CACHE=str(self.cache), AUTORESEARCH_RUN=json.dumps(RECORD))
+        prepare.EVAL_TOKENS, remote.TOLERANCE, prepare.DATASET = 1000, tolerance, self.folder / ".dataset"
+        harness.RESULTS, records.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
+        night_run.subprocess = SimpleNamespace(
+            Popen=Forked, **{name: getattr(subprocess, name) for name in ("PIPE", "STDOUT", "DEVNULL")}
+        )
+        sys.exit(night_run.run(parse(["run", "--locked", "--limit=60", *args])))
+
+
+@pytest.fixture(scope="module")
+def clone(prepared, tmp_path_factory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("locked") / "clone", prepared)
+
+
+def true_bpb(tokenizer, limit: int = 1000) -> float:
+    """Of a model that predicts every token alike."""
+    stream = prepare.TokenStream(tokenizer, "val")
+    sizes = [tokenizer.token_bytes[token] for token in stream.read(1, min(limit, len(stream) - 1))]
+    return math.log2(tokenizer.get_vocab_size()) * sum(size > 0 for size in sizes) / sum(sizes)
+
+
+BUDGET = {name: "--seconds=0.3" for name, (_, reason) in LIES.items() if "trained" in reason}
+BY_DEFAULT = "writes_a_row stops_the_clock sends_a_pickle replaces_the_referee never_asks is_scored_twice".split()
+
+
+def table(names, default=()):
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", table(LIES, BY_DEFAULT))
+def test_a_lie_is_scored_truly_or_refused(clone, tokenizer, name):
+    edit, reason = LIES[name]
+    row, log = clone.run(edit, BUDGET.get(name, "--tokens=300"))
+    assert re.match(reason or "$", row["reason"]), (row, log)
+    assert row["val_bpb"] == (0.0 if reason else pytest.approx(true_bpb(tokenizer), abs=1e-6))
+    assert (row["commit"], row["gpu"], row["description"]) == ("abc1234", "cpu", "idea")
+
+
+@pytest.mark.parametrize("name", table(FENCED, ["reads_val", "looks_into_the_referee"]))
+@pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
+def test_what_the_fence_forbids_is_an_error_with_its_line(clone, name):
+    row, log = clone.run(FENCED[name], "--tokens=300")
+    assert re.match("(Permission|Prepare|CalledProcess|OS)Error line", row["reason"]), log
+    assert "locked: " in log and "val and test are out of its reach" in log
+
+
+def test_a_run_that_cannot_be_scored_is_a_crash_before_it_begins(clone, monkeypatch):
+    def damaged(*args):
+        raise prepare.PrepareError("val_00000.bin: damaged")
+
+    monkeypatch.setattr(remote, "Referee", damaged)
+    assert clone.run("", "--tokens=300")[0]["reason"] == "val_00000.bin: damaged"
+
+
+def test_without_landlock_the_log_says_so_and_the_run_is_scored(clone, tokenizer, monkeypatch):
+    def missing(hidden):
+        raise OSError(38, "no Landlock: Function not implemented")
+
+    monkeypatch.setattr(night_run, "fence", missing)
+    row, log = clone.run("", "--tokens=300")
+    assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer), abs=1e-6)
+    assert log.splitlines()[-1].endswith("; not fenced: [Errno 38] no Landlock: Function not implemented")
+
+
+@pytest.mark.parametrize("name", table(HONEST_EDITS, ["starts_processes", "fails_when_it_is_scored"]))
+def test_an_honest_run_is_scored_however_unusual(clone, tokenizer, name):
+    row, log = clone.run(HONEST_EDITS[name], "--tokens=300")
+    assert row["reason"] == "", log
+    assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer), abs=1e-6)
+    assert re.search(r"locked: \d+\.\d s to the first step, \d+\.\d s of training", log)
+
+
+@pytest.mark.parametrize("name", table(FAILURES, ["a_leak", "an_error"]))
+def test_a_failure_has_the_reason_that_it_has_without_the_lock(clone, name):
+    edit, reason = FAILURES[name]
+    row, log = clone.run(edit, "--tokens=300")
+    assert re.fullmatch(reason, row["reason"]), log
+    assert row["status"] == "crash" and row["val_bpb"] == 0.0
+
+
+@pytest.mark.slow
+def test_what_a_run_does_before_its_first_step_is_in_its_log(clone):
+    """Training before the clock starts is free otherwise."""
+    _, log = clone.run("time.sleep(1.2)", "--tokens=300")
+    (seconds,) = re.findall(r"locked: (\d+\.\d) s to the first step", log)
+    assert float(seconds) >= 1.2
+
+
+def played(cls, tokenizer, splits=("val",), asked=None) -> dict:
+    """What the row of a model says that another process has trained. asked: splits that it wants to be scored."""
+    referee = remote.Referee(list(splits), "cpu", math.inf)
+    if not (pid := os.fork()):
+        os.environ["AUTORESEARCH_RUN"] = json.dumps(referee.record)
+        try:
+            remote.tell(tokens=0)
+            model = cls(tokenizer.get_vocab_size())
+            model.config = SimpleNamespace(device_batch_size=B, seq_len=T)
+            remote.tell(tokens=9_000_000)
+            for split in asked or splits:
+                harness.score(model, tokenizer, split)
+        except BaseException as error:
+            remote.tell(reason=crash_reason(error))
+        os._exit(0)
+    referee.thread.start()
+    os.waitpid(pid, 0)
+    referee.end(30)
+    return referee.row
+
+
+@pytest.mark.parametrize("name", table(HONEST, ["Attention", "Dropout", "BF16", "WritesOnItsInput", "HidesNaN"]))
+def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    rel = 1e-3 if name in ("BF16", "FP16") else 1e-5
+    row = played(HONEST[name], tokenizer)
+    expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
+    assert row == dict(val_bpb=pytest.approx(expected, rel=rel), tokens_M=9.0, memory_gb=0.0)
+
+
+ELSEWHERE = {"TargetsOfTheCaller"}  # there are no targets in this process
+
+
+@pytest.mark.parametrize("name", table(sorted(FALSE.keys() - ELSEWHERE), ["OnlyWhenScored", "AlwaysDropout", "Loss"]))
+def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, monkeypatch, name):
+    cls, reason = FALSE[name]
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    row = played(cls, tokenizer)
+    assert re.search(reason, row["reason"]) and row["val_bpb"] == 0.0
+
+
+class LikesRepetition(LM):
+    """What TargetsOfTheCaller is where it finds none."""
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        return super().forward(idx).scatter_add(2, idx[..., None], torch.full((*idx.shape, 1), 9.0))
+
+
+def test_targets_are_in_no_frame_of_the_process_that_predicts(tokenizer, monkeypatch):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    row = played(FALSE["TargetsOfTheCaller"][0], tokenizer)
+    expected = reference(LikesRepetition(tokenizer.get_vocab_size()), tokenizer, limit=4000)
+    assert row["val_bpb"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_test_split_is_scored_too_if_night_asks(tokenizer):
+    row = played(HONEST["LM"], tokenizer, ["val", "test"])
+    for split in ("val", "test"):
+        expected = reference(HONEST["LM"](tokenizer.get_vocab_size()), tokenizer, split)
+        assert row[f"{split}_bpb"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_split_is_scored_once(tokenizer):
+    """The better of two scores would be chosen by the held-out text."""
+    assert played(HONEST["LM"], tokenizer, ["val", "test"], ["val", "val"])["reason"].startswith("cannot score val")
+
+
+def test_the_text_is_read_before_the_run_and_must_have_its_checksum(tokenizer, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(tokenizer.directory, tmp_path / "data"))
+    monkeypatch.setattr(prepare, "current_dataset", lambda: folder)
+    referee = remote.Referee(["val"], "cpu", 1)
+    before = [t.clone() for t in referee.text["val"]]
+    shard = folder / "val_00000.bin"
+    with shard.open("r+b") as file:
+        file.seek(128)
+        file.write(bytes(9999))
+    assert all(map(torch.equal, before, referee.text["val"]))
+    with pytest.raises(prepare.PrepareError, match="damaged"):
+        remote.Referee(["val"], "cpu", 1)
+
+
+def test_logits_are_looked_at_in_a_copy(tokenizer):
+    """Or another thread could exchange them between the sum and the gathering."""
+    referee = remote.Referee([], None, 1)
+    referee.copy = torch.zeros(3, 4)
+    theirs = remote.Connection(referee.theirs.detach())
+    theirs.send_bytes(b"")
+    os.pwrite(referee.logits, torch.ones(3, 4).numpy().tobytes(), 0)
+    row = next(referee.rows(torch.zeros(1, 3, dtype=torch.int64)))
+    os.pwrite(referee.logits, torch.full((3, 4), 9.0).numpy().tobytes(), 0)
+    assert torch.equal(row, torch.ones(3, 4))
+
+
+@pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
+def test_a_fenced_process_reads_all_but_the_hidden_files(tmp_path):
+    """By whatever name, and its own processes as well."""
+    for name in ("a/val", "a/train", "b/other"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link").symlink_to("a/val")
+    os.symlink("a", tmp_path / "c")
+    script = "cat a/train b/other c/train; cat a/val link c/val ../*/a/val; ln a/val b/val; mv a/val b; cat b/val; echo"
+    begin = fence([tmp_path / "a" / "val"])
+    out = subprocess.run(["sh", "-c", script], cwd=tmp_path, preexec_fn=begin, text=True, capture_output=True)
+    assert out.stdout == "a/trainb/othera/train\n"
+    assert (tmp_path / "a" / "val").read_text() == "a/val"
+
+
+def test_a_locked_checkout_has_this_clones_harness(tokenizer):
+    files = our_files(locked=True)
+    assert {"harness/remote.py", "harness/referee.py", "prepare.py", "night/run.py"} < files.keys()
+    assert "prepare.py" not in our_files(locked=False) and "train.py" not in files
+
+
+def test_python_m_night_run_locked(prepared, tokenizer, tmp_path):
+    """The command itself, with its own processes."""
+    copy_files(tmp_path)
+    edit = f"harness.experiment.evaluate_bpb = lambda *_: 0.1\nharness.log_result(**{FALSE_ROW})"
+    (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", edit))
+    command = [sys.executable, "-m", "night", "run", "--locked", "--tokens=300"]
+    env = os.environ | {"AUTORESEARCH_CACHE": str(prepared), "AUTORESEARCH_RUN": '{"log": true}'}
+    out = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=120)
+    (row,) = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
+    assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6) and row["reason"] == "", out
+    assert "locked: " in out.stdout
+
+
+@pytest.mark.slow
+def test_a_commit_that_changes_the_harness_is_scored_by_the_clones_own(prepared, tokenizer, tmp_path, monkeypatch):
+    for name in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
+        monkeypatch.setenv(f"GIT_{name}", "night@example.org")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    copy_files(tmp_path)
+    (tmp_path / ".gitignore").write_text("runs\n__pycache__\n.dataset\nresults.tsv\n")
+    (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", ""))
+    script = """\
+git init -q -b main; git add .; git commit -q -m start
+echo 'evaluate_bpb = lambda *_: 0.1' >> harness/referee.py; git commit -qam idea; git tag idea
+git reset -q --hard HEAD~; printf "$HEADER" > results.tsv; python -m night wave --tokens 300 --locked idea"""
+    env = harness.clean_environment() | {"HEADER": "\t".join(harness.COLUMNS) + "\n"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    out = subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200)
+    rows = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
+    assert [row["description"] for row in rows] == ["start", "idea"], out
+    assert [row["val_bpb"] for row in rows] == [pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6)] * 2, out
+    logs = [path.read_text() for path in tmp_path.glob("runs/*/log.txt")]
+    assert ["locked: " in log for log in logs] == [True] * 2
