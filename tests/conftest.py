@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would wait for busy neighbours
+
 import torch
 from small_corpus import write_corpus
 
-import harness
 import prepare
 
-for name in harness.git.GIT_PLACES:  # of a hook or an alias that runs pytest: tests would commit there
-    os.environ.pop(name, None)
+# Git without the user's settings, which may sign commits, and without the repository of a hook that runs pytest
+for name in [name for name in os.environ if name.startswith("GIT_")]:
+    del os.environ[name]
+os.environ |= dict(GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
+for who in ("AUTHOR", "COMMITTER"):
+    os.environ |= {f"GIT_{who}_NAME": "tests", f"GIT_{who}_EMAIL": "tests@example.org"}
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
 
@@ -25,12 +31,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, len(os.sched_getaffinity(0))) if whole else 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Tests marked `gpu` are skipped where there is none. Those that share a module's fixture share a process."""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -74,15 +82,6 @@ def exact_windows(monkeypatch):
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Tensors this small gain nothing from more, and threads wait for busy neighbours."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder of parquet files in climbmix's layout."""
@@ -104,6 +103,20 @@ def tokenizer(prepared, monkeypatch) -> prepare.Tokenizer:
     """Its tokenizer; the cache is the current one."""
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     return prepare.Tokenizer.from_directory()
+
+
+@pytest.fixture
+def synced(monkeypatch) -> list[tuple[Path, bytes | None]]:
+    """What a loss of power now would leave: path and content, None of a folder, at each fsync from now on."""
+    calls, fsync = [], os.fsync
+
+    def record(number: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        calls.append((path, None if path.is_dir() else path.read_bytes()))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return calls
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import harness
-from night import proposals, records, rows, tune
+from night import git as night_git
+from night import proposals, records
 from night.commits import read_train
 from night.live import Board
 from night.pool import Ended, News, Run, Started
@@ -17,7 +18,7 @@ class StubPool:
     """A run begins at one look and ends at the next, with what its train.py calls `result` with: val_bpb, and the score
     on test. That file can ask for `seed` and `news`, a function that takes name and bytes of a file of the record.
 
-    user: what somebody does meanwhile, a step per look. trained: runs that were not stopped.
+    user: what somebody does meanwhile, a step per look. trained: runs that have ended.
     """
 
     gpus = 1
@@ -33,7 +34,7 @@ class StubPool:
         next(self.user, None)
         for run, text in [*self.active.items()]:
             del self.active[run]
-            self.trained += [run] * bool(text)
+            self.trained.append(run)
             yield Ended(run, text, [], "no row")
         while self.queue and len(self.active) < self.slots:
             run, record = self.queue.pop(0)
@@ -54,14 +55,11 @@ class StubPool:
         except Exception as error:
             found = dict(val_bpb=0.0, reason=type(error).__name__)
         self.log.unlink(missing_ok=True)
-        where = dict(gpu=f"{self.kind.gpus[0]}{self.kind.setting}", dataset=self.kind.dataset)
+        where = dict(gpu=self.kind.gpus[0], budget=self.kind.budget, dataset=self.kind.dataset, seed=run.seed)
         harness.log_result(
             **found, **where, memory_gb=1.0, tokens_M=self.tokens_M, commit="", description="", path=self.log
         )
         return self.log.read_text()
-
-    def stop(self, run: Run) -> None:
-        self.active[run] = ""
 
     def close(self) -> None:
         self.queue.clear()
@@ -70,19 +68,16 @@ class StubPool:
 class Scratch:
     """A clone on branch `night`, whose first commit has these files; the second one changes nothing."""
 
-    def __init__(self, folder: Path, monkeypatch, files: dict[str, str], setting: str = ""):
-        self.folder, self.kind = folder, Kind(["cpu"], setting, "d")
+    def __init__(self, folder: Path, monkeypatch, files: dict[str, str], budget: str = "300 s"):
+        self.folder, self.kind = folder, Kind(["cpu"], budget, "d")
         for module, name, value in (
-            (rows, "ROOT", folder),
+            (night_git, "ROOT", folder),
             (harness, "RESULTS", folder / "results.tsv"),
             (harness, "handle_signals", lambda handler: None),
             (records, "RUNS", folder / "runs"),
-            (tune, "RUNS", folder / "runs"),
             (proposals, "PROPOSALS", folder / "runs" / "proposals"),
         ):
             monkeypatch.setattr(module, name, value)
-        for name in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
-            monkeypatch.setenv(f"GIT_{name}", "night@example.org")
         for name, text in {".gitignore": "*.tsv*\nruns\n*.md\n*.png\n", **files}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)

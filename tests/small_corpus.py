@@ -54,6 +54,12 @@ def copy_files(folder: Path) -> None:
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
+def told(row: dict) -> str:
+    """A row of the log in short: `idea, seed 1 [killed]`. The usual seed is left out."""
+    reason = f" [{row['reason']}]" if row["reason"] else ""
+    return row["description"] + f", seed {row['seed']}" * (row["seed"] != 42) + reason
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """Each file's content, without huggingface_hub's own notes."""
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}

@@ -12,7 +12,6 @@ from ablate import EDITS, OF_EXPERTS, effects, without
 
 import harness
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TRAIN = harness.RESULTS.with_name("train.py").read_text()
 
 
@@ -37,6 +36,7 @@ def losses(left_out: tuple[str, ...]) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS | OF_EXPERTS)
 def test_without_a_mechanism_the_model_trains_otherwise(name):
     assert losses((name,)) != losses(()) and max(losses((name,))) < 4

@@ -4,6 +4,7 @@ import bench_experts
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 
 import train
 
@@ -18,8 +19,11 @@ def results(experts, x, compiled=False) -> list[torch.Tensor]:
     return [y.detach(), x.grad, experts.c_fc.grad, experts.c_proj.grad, experts.router.weight.grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["loop", "triton", "batch"])
 def test_each_way_computes_the_same(way, device, monkeypatch):
+    if way == "triton" and device.type == "cpu" and triton.__version__ < "3.7":
+        pytest.skip("Triton 3.6's interpreter takes no tensor as the end of a range")
     config = train.Config(
         depth=1, n_embd=32, head_dim=16, seq_len=64, window=64, full_heads=1, device_batch_size=2, total_batch_size=128,
         ngram_rows=64, num_experts=4, experts_per_token=2,

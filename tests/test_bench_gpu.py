@@ -17,6 +17,7 @@ T4 = bench_gpu.size_for("T4")
 SMALL = dataclasses.replace(T4, depth=2, ngram_rows=1000)
 
 
+@pytest.mark.slow
 def test_the_published_port_takes_what_it_took():
     predicted = bench_gpu.predict(bench_gpu.PORT)
     assert predicted["tokens_per_sec"] == pytest.approx(60.8e3, rel=0.05)  # 279 timed steps
@@ -29,6 +30,7 @@ H200 = [  # depth, n_embd, experts, experts per token; tokens per second and GiB
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth, n_embd, experts, per_token, tokens_per_sec, memory_gb", H200)
 def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_per_sec, memory_gb):
     size = dict(depth=depth, n_embd=n_embd, full_heads=n_embd // 128, num_experts=experts, experts_per_token=per_token)
@@ -41,6 +43,7 @@ def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_pe
     assert predicted["memory_gb"] == pytest.approx(memory_gb, rel=0.06)
 
 
+@pytest.mark.slow
 def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
     for name in ("pick_size", "scale_batch", "NGRAMS"):
         monkeypatch.setattr(train, name, getattr(train, name))  # restored later
@@ -99,6 +102,7 @@ def test_every_gpu_with_a_name_has_rates_and_a_faster_one_is_not_slower():
         assert one.gemm <= other.gemm and one.scatter <= other.scatter
 
 
+@pytest.mark.slow
 def test_each_gpu_runs_its_own_numerics():
     def dtypes_and_ops(gpu, fa3):
         recorder, model, _ = bench_gpu.record(SMALL, harness.GPUS[gpu][0], 4096, evaluation=True, fa3=fa3)
@@ -117,8 +121,12 @@ def test_a_model_that_is_too_large_gets_a_smaller_device_batch(monkeypatch):
         assert bench_gpu.fit(config, gpu) == dataclasses.replace(config, device_batch_size=sequences)
 
 
-def test_recorded_flops_are_those_that_train_counts():
-    predicted = bench_gpu.predict(T4)
+@pytest.fixture(scope="module")
+def predicted():
+    return bench_gpu.predict(T4)
+
+
+def test_recorded_flops_are_those_that_train_counts(predicted):
     flops = {"GEMM": 0.0, "attention forward": 0.0, "attention backward": 0.0}
     for kernel in predicted["recorder"].kernels:
         if kernel.kind not in ("memory", "scatter") and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
@@ -135,8 +143,8 @@ def test_recorded_flops_are_those_that_train_counts():
     assert flops["GEMM"] + 12 * T4.head_dim * squares / T == pytest.approx(predicted["flops_per_token"], rel=0.02)
 
 
-def test_a_t4_is_given_nothing_that_it_lacks():
-    recorder = bench_gpu.predict(T4)["recorder"]
+def test_a_t4_is_given_nothing_that_it_lacks(predicted):
+    recorder = predicted["recorder"]
     attention = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
     assert {op for op in recorder.ops if "attention" in op or "softmax" in op} == attention
     assert not recorder.dtypes & {torch.bfloat16, torch.float64}
@@ -148,9 +156,9 @@ def test_what_a_t4_lacks_would_be_seen():
     assert not any("efficient_attention" in op for op in recorder.ops)
 
 
-def test_twice_the_batch_takes_twice_the_time_and_one_optimizer_step():
-    once = bench_gpu.predict(T4)
-    twice = bench_gpu.predict(dataclasses.replace(T4, total_batch_size=2 * T4.total_batch_size))
+@pytest.mark.slow
+def test_twice_the_batch_takes_twice_the_time_and_one_optimizer_step(predicted):
+    once, twice = predicted, bench_gpu.predict(dataclasses.replace(T4, total_batch_size=2 * T4.total_batch_size))
     assert 1.8 < twice["seconds"] / once["seconds"] < 2
     for where, times in [("mlp", 2), ("attn", 2), ("cross-entropy", 2), ("muon_update", 1), ("baddbmm", 1)]:
         launches = [sum(row[3] for key, row in p["rows"].items() if where in key) for p in (once, twice)]

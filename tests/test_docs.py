@@ -7,6 +7,7 @@ import pytest
 from small_corpus import ROOT
 
 import harness
+import train
 
 PAGES = [ROOT / "README.md", ROOT / "program.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text("utf-8")
@@ -46,7 +47,7 @@ def test_gpus_and_figures_of_readme_are_those_of_gpus_md():
     page = (ROOT / "docs/gpus.md").read_text("utf-8")
     table = README.partition("| GPU |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
-    assert len(rows) == 6
+    assert len(rows) == len(train.SIZES)
     for row in rows:
         figures = re.findall(r"\d\.\d{3}|\d+(?:\.\d)?(?= (?:M|GiB)\b)", " ".join(row[3:]))
         assert figures and all(re.search(rf"(?<![\d.]){figure}(?![\d.]\d)", page) for figure in figures), row
@@ -58,3 +59,15 @@ def test_gpus_and_figures_of_readme_are_those_of_gpus_md():
 
 def test_the_badge_leads_to_the_notebook_of_whatever_fork_shows_it():
     assert re.search(r"\[!\[[^]]*\]\(https://colab\.research\.google\.com/assets/[\w.-]+\)\]\(colab\.ipynb\)", README)
+
+
+def test_the_page_about_the_log_has_each_column_in_order_and_each_status():
+    _, table, statuses = (ROOT / "docs/log.md").read_text("utf-8").split("| --- | --- |")[:3]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == [*harness.columns.COLUMNS]
+    assert re.findall(r"^\| `(\w+)` \|", statuses, re.M) == ["keep", "discard", "crash", "report"]
+
+
+def test_the_row_in_readme_is_one():
+    (line,) = re.findall(r"^.*\tkeep\t.*$", README, re.M)
+    row = harness.columns.parse_row(line)
+    assert row and f"val_bpb:          {row['val_bpb']}" in README

@@ -3,7 +3,9 @@
 import getpass
 import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +108,16 @@ def test_each_gpu_in_the_tables_gets_the_row_it_is_in(page, machine):
     assert {name.replace("RTX", "RTX ") for name in harness.GPUS} <= found, "--gpu names more"
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_experts_are_where_grouped_gemm_is_one_kernel(chip, machine):
+    """However fast a GPU is, or would be."""
+    _, capability, *_ = CHIPS[chip]
+    machine(*CHIPS[chip][:-1])
+    one_kernel = capability == (9, 0) or capability[0] == 10
+    assert (train.pick_size(harness.GPU(capability, 1e16)).num_experts > 0) == one_kernel
+    assert train.pick_size(harness.this_gpu()).num_experts == 0 or one_kernel
+
+
 def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_one(machine, capsys):
     machine("NVIDIA B400", (10, 7), 200, 2000)
     assert harness.pick_gpu()[1].peak_flops == harness.peak_flops((10, 3), 200, 2000)
@@ -147,6 +159,34 @@ def test_a_gpu_that_is_mostly_taken_is_told_of_before_memory_runs_out(machine, m
     assert capsys.readouterr().out == "Others use 12.0 of this GPU's 16.0 GiB: memory may run out\n"
 
 
+@pytest.mark.parametrize("idle, threads", [(3.9, 4), (2.2, 2), (0.0, 1)])
+def test_a_run_on_a_cpu_leaves_the_cores_that_others_use(idle, threads, monkeypatch, capsys):
+    """Two threads beside two busy processes trained at a sixth of one thread's speed."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", (chosen := []).append)
+    monkeypatch.setattr(harness.device, "idle_cores", lambda: idle)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    harness.pick_gpu("cpu")
+    assert chosen == [threads] * (threads < 4)
+    assert ("Others use this CPU" in capsys.readouterr().out) == (threads < 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    harness.pick_gpu("cpu")
+    assert len(chosen) == (threads < 4), "who sets it, gets it"
+
+
+def test_idle_cores_are_counted_among_those_that_this_process_may_use():
+    burner = [sys.executable, "-c", "while True: pass"]
+    mine = len(os.sched_getaffinity(0))
+    busy = [subprocess.Popen(burner) for _ in range(2 * mine)]
+    try:
+        time.sleep(0.5)
+        assert 0 <= harness.device.idle_cores() < max(1, mine / 4)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def test_without_a_c_compiler_the_run_ends_in_a_line(machine, monkeypatch):
     machine("Tesla T4", (7, 5), 40, 1590)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -181,8 +221,8 @@ def test_a_hopper_without_fa3_is_another_kind_of_gpu_and_says_how_to_get_it(mach
     install = "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
     for fa3, name in ((FLASH, "NVIDIA H200"), ("", "NVIDIA H200, without FA3")):
         machine("NVIDIA H200", (9, 0), 132, 1980, fa3=fa3)
-        assert harness.gpu_name() == harness.gpu_name(", 60 s") == harness.gpu_name(" as H100") == name
-        assert harness.gpu_name(" as T4, 60 s") == harness.gpu_name(" as cpu") == "NVIDIA H200"
+        assert harness.gpu_name() == name and harness.gpu_name("H100") == f"{name} as H100"
+        assert [harness.gpu_name(other) for other in ("T4", "cpu")] == ["NVIDIA H200 as T4", "NVIDIA H200 as cpu"]
         harness.pick_gpu()
         assert (install in capsys.readouterr().out) == (not fa3)
     machine("NVIDIA B200", (10, 0), 148, 1965, fa3=FLASH)
@@ -203,7 +243,7 @@ def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert harness.pick_gpu() == (torch.device("cpu"), harness.GPU(None, 0.0))
     assert harness.pick_gpu("H100")[1] == harness.named_gpu("H100")._replace(capability=None)
-    assert harness.gpu_name() == "cpu"
+    assert harness.gpu_name() == "cpu" and harness.gpu_name("T4") == "cpu as T4"
 
 
 def test_an_amd_gpu_is_refused_with_what_runs(machine, monkeypatch):
