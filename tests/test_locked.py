@@ -275,6 +275,12 @@ class Clone:
         sys.exit(night_run.run(parse(["run", "--locked", "--limit=60", *args])))
 
 
+@pytest.fixture(autouse=True)
+def referee():
+    """Each fork of this process has its own."""
+    remote.referee.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def clone(prepared, tmp_path_factory) -> Clone:
     return Clone(tmp_path_factory.mktemp("locked") / "clone", prepared)
