@@ -88,8 +88,8 @@ SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (1e12, Config(depth=3, n_embd=384)),
     (70e12, Config(depth=4, n_embd=384, full_heads=3)),
     (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16)),
-    (600e12, Config(depth=7, n_embd=768, full_heads=6, device_batch_size=64, total_batch_size=2**17,
-                    num_experts=32)),
+    (600e12, Config(depth=7, n_embd=768, full_heads=6, seq_len=4096, device_batch_size=32,
+                    total_batch_size=2**17, num_experts=32)),
 )
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from bench_train import measure
-from small_corpus import run_prepare, texts, write_corpus, write_parquet
+from small_corpus import copy_files, run_prepare, texts, write_corpus, write_parquet
 
 import prepare
 
@@ -142,7 +142,10 @@ def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, 
     (tmp_path / "train.py").write_text(PEER_TRAIN)
     tokenizer = prepare.Tokenizer.from_directory()
     compare.save_rows(prepare, tokenizer, saved := tmp_path / "rows.npz")
-    summary = measure(*compare.child(f"{tmp_path}/train.py", corpus[0], saved, steps), log := tmp_path / "log")
+    copy_files(clone := tmp_path / "clone")  # this one may have a dataset of its own
+    code, *rest = compare.child(f"{tmp_path}/train.py", corpus[0], saved, steps)
+    code = code.replace("compare.adapt", f"compare.ROOT = type(compare.ROOT)({str(clone)!r})\ncompare.adapt")
+    summary = measure(code, *rest, log := tmp_path / "log")
     assert ("rows" in summary) == ends, log.read_text()
     if ends:
         nats = {name: 2.0 for name in ("windows", "rows")}

@@ -177,7 +177,8 @@ def install(prepare, saved: str | Path) -> None:
     def evaluate_bpb(model, tokenizer, batch_size, seq_len=SEQ_LEN, split="val"):
         device = next(model.parameters()).device
         model.eval()
-        found = score(lambda x, y: model(x, y, reduction="none"), saved, batch_size, device, tokenizer, seq_len)
+        size = min(seq_len, SEQ_LEN)  # the same context for everybody
+        found = score(lambda x, y: model(x, y, reduction="none"), saved, batch_size, device, tokenizer, size)
         print("\n".join(["", *(f"{name}: {bpb:.6f}" for name, bpb in found.items())]))
         return found["windows"]
 
