@@ -1336,8 +1336,8 @@ SECTIONS = [
         ('row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))', 'row = EMPTY | values | dict(status=status, by=by)'),
         ('digits[:7] + plus', 'digits + plus'),
         ('("gpu", "dataset", "budget"))]', '("gpu", "dataset"))]'),
-        ('if other["seed"] == row["seed"]] or same', 'if other["seed"] == row["seed"]]'),
-        ('if other["seed"] == row["seed"]] or same', ']'),
+        ('if other["seed"] == seed] or rows', 'if other["seed"] == seed]'),
+        ('if other["seed"] == seed] or rows', ']'),
         ('if other["status"] in ("keep", "discard")]', ']'),
         ('"report" if report else "crash" if values.get("reason") else', '"crash" if values.get("reason") else "report" if report else'),
         ('if to_beat is None and not report', 'if not report'),
@@ -1372,6 +1372,12 @@ SECTIONS = [
         ('time.sleep(1)', 'pass'),
         ('if path.exists() and repair(', 'if repair('),
         ('        with suppress(OSError, ValueError), edit_log(path):\n            pass\n', '        pass\n'),
+    ]),
+    ("A person's word", "harness/log.py", ["test_night.py", "-k", "takes_over"], [
+        ('words[-1:] == ["discard"]', 'False'),
+        ('words[-1:] == ["discard"]', '"discard" in words'),
+        ('and other["by"] == "person"]', ']'),
+        ('row["by"] = "person"', 'pass'),
     ]),
     ("A row that is handed over", "harness/log.py", ["test_night.py", "-k", "while_its_row_is_written"], [
         ('.write_text(format_row(row), "utf-8")', ''),

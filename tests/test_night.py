@@ -500,6 +500,21 @@ def test_nothing_overrules_a_persons_word(history):
     assert [(row["status"], row["by"]) for row in harness.read_results()[1:3]] == [("discard", "person")] * 2
 
 
+def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
+    history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
+    kind = Kind(["A"], "300 s", "d")
+    assert statuses.set_status(7 * "b", kind, "discard", by="person")
+    assert statuses.set_status(7 * "c", kind, "keep", by="person")
+    history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
+    said = [f"{row['status']} by {row['by']}" for row in harness.read_results()[3:]]
+    assert said == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
+    statuses.keep_winners({7 * "b"}, harness.read_results()[0], kind)
+    assert reference(kind) == 7 * "c"
+    assert statuses.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
+    history("b|1.05|keep|A|d")
+    assert [harness.read_results()[-1][key] for key in ("status", "by")] == ["keep", "night"]
+
+
 def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
     history("a|1.3|keep|A|d")
     with harness.edit_log():
