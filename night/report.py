@@ -63,7 +63,7 @@ def report(args: argparse.Namespace) -> None:
 def best_of(arm: str, rows: list[dict]) -> str:
     best = min(rows, key=lambda row: row["val_bpb"] or math.inf)  # a crash has 0
     name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best["val_bpb"] else "none, all crashed"
-    return f"- Best of {len(rows)} by {arm}: {name}."
+    return f"- Lowest of {len(rows)} by {arm}, partly luck: {name}."
 
 
 def gains(
