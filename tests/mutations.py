@@ -1119,7 +1119,7 @@ SECTIONS = [
     ("Noise", "night/ideas.py", ["test_memory.py", "-k", "same_edit"], [
         (" for change in changes) / 2 ", " for change in changes) "),
         ("freedom += len(changes) - 1", "freedom += len(changes)"),
-        ("if freedom >= 4 else seed)", "if freedom >= 5 else seed)"),
+        ("if freedom >= KNOWN else seed)", "if freedom >= 9 else seed)"),
         ("if idea.edit and idea.same_seed", "if idea.same_seed"),
         ("if idea.edit and idea.same_seed and", "if idea.edit and"),
         ("and len(idea.changes) == 1]", "and idea.changes]"),
@@ -1149,8 +1149,8 @@ SECTIONS = [
         ("bpb - before[seed] for", "before[seed] - bpb for"),
         ("else self.seed) * math.sqrt(2 / ", "else self.seed) * math.sqrt(1 / "),
         ("max(1, pairs)", "1"),
-        ("if freedom >= 4", "if freedom >= 3"),
-        ("if freedom >= 4", "if freedom >= 5"),
+        ("if freedom >= KNOWN", "if freedom >= 3"),
+        ("if freedom >= KNOWN", "if freedom >= 5"),
         ("self.rest if same_seed else self.seed", "self.rest"),
         ("self.rest if same_seed else self.seed", "self.seed"),
         ("- statistics.mean(before.values())], False", "- statistics.mean(before.values())], True"),
@@ -1433,6 +1433,7 @@ SECTIONS = [
         ('run.name not in done', 'run not in done'),
     ]),
     ("The noise", "night/noise.py", ["test_night.py", "-k", "band"], [
+        ("if freedom >= KNOWN else (", "if freedom >= 5 else ("),
         ('[] if commit.endswith("+") else', ''),
         ('freedom = len(runs) - int(rank)', 'freedom = len(runs)'),
         ('if not report or seed < ATTRIBUTION_SEEDS]', ']'),
