@@ -107,7 +107,8 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     """Appends a row of these values; returns its status. Without a commit, commit and description are those of HEAD.
 
     `crash` if there is a reason; `report` for a report's row; `keep` if val_bpb is below to_beat (default: the lowest
-    so far on that gpu and dataset with that budget, and with that seed if it has a score); otherwise `discard`.
+    so far on that gpu and dataset with that budget, and with that seed if it has a score); otherwise `discard`. A
+    person's discard is of the commit: its later rows take it over. A kept row of theirs stays what it is by itself.
     """
     if "commit" not in values:
         values["commit"], values["description"] = harness.git_head()
@@ -119,7 +120,11 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     by = "run" if to_beat is None and not report else "night"
     row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))  # as it will be read
     with edit_for(row, path) as rows:
-        if status == "discard" and row["val_bpb"] < (lowest(rows, row) if to_beat is None else to_beat):
+        same = comparable(rows, row)
+        words = [other["status"] for other in same if other["commit"] == row["commit"] and other["by"] == "person"]
+        if status == "discard" and words[-1:] == ["discard"]:
+            row["by"] = "person"
+        elif status == "discard" and row["val_bpb"] < (lowest(same, row["seed"]) if to_beat is None else to_beat):
             row["status"] = "keep"
         with suppress(KeyError, OSError):
             Path(night_record()["row"]).write_text(format_row(row), "utf-8")
@@ -127,11 +132,15 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     return row["status"]
 
 
-def lowest(rows: list[dict], row: dict) -> float:
+def comparable(rows: list[dict], row: dict) -> list[dict]:
+    """The scores of its gpu, dataset and budget."""
     same = [other for other in rows if all(other[key] == row[key] for key in ("gpu", "dataset", "budget"))]
-    same = [other for other in same if other["status"] in ("keep", "discard")]
-    same = [other for other in same if other["seed"] == row["seed"]] or same
-    return min((other["val_bpb"] for other in same), default=math.inf)
+    return [other for other in same if other["status"] in ("keep", "discard")]
+
+
+def lowest(rows: list[dict], seed: int) -> float:
+    rows = [other for other in rows if other["seed"] == seed] or rows
+    return min((other["val_bpb"] for other in rows), default=math.inf)
 
 
 def add_row(row: dict) -> None:

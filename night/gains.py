@@ -16,7 +16,7 @@ LAST = 10  # merges that are trained after the hours
 
 
 class Gain(NamedTuple):
-    """Proposal n, which beat its base by `size` bits per byte."""
+    """Proposal n, which scored lower by `size` bits per byte than its base, with one seed: partly luck."""
 
     n: int
     commit: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from harness import crashed
 from night.git import git
 from night.intervals import shrink
-from night.noise import seed_noise
+from night.noise import KNOWN, seed_noise
 from night.records import curve_of, jump, run_seconds
 from night.rows import arm, grouped, scores
 
@@ -142,7 +142,7 @@ class Noise(NamedTuple):
 
     seed: float  # over seeds
     repeats: int  # degrees of freedom of that
-    rest: float  # of a run, between commits with the same seed; equal to `seed` below four degrees of freedom
+    rest: float  # of a run, between commits with the same seed; equal to `seed` below KNOWN degrees of freedom
 
     @classmethod
     def of(cls, rows: list[dict], found: Sequence[Idea] = ()) -> "Noise":
@@ -155,7 +155,7 @@ class Noise(NamedTuple):
             changes = [idea.change for idea in same]
             squares += sum((change - statistics.mean(changes)) ** 2 for change in changes) / 2  # each: of two runs
             freedom += len(changes) - 1
-        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= 4 else seed)
+        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= KNOWN else seed)
 
     def band(self, pairs: int = 1, same_seed: bool = True) -> float:
         """Two standard errors of the mean difference of so many pairs of runs."""

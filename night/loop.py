@@ -20,7 +20,7 @@ from night.pool import Run
 from night.proposals import AGAIN
 from night.rows import experiments, grouped, reference
 from night.run import train_options
-from night.wave import Trainer, run_of, same_gpus, start_pool
+from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
 REFUSED = 5  # refused edits in a row that end the loop
@@ -37,7 +37,7 @@ def loop(args: argparse.Namespace) -> None:
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
     pool, kind = start_pool(args)
-    trainer = Trainer(args, pool, same_gpus(kind))
+    trainer = Trainer(args, pool, kind)
     night = Loop(args, trainer)
     (base,) = revisions([reference(kind)])
     for doubt in doubts([]):

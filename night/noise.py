@@ -10,6 +10,7 @@ import harness
 from night.rows import grouped, place, scores
 
 ATTRIBUTION_SEEDS = 1001  # from here on
+KNOWN = 4  # degrees of freedom from which a standard deviation between versions counts
 
 
 def with_error(values: Collection[float], form: str, error_form: str) -> str:
@@ -43,3 +44,10 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
     freedom = len(runs) - int(rank)
     return (math.sqrt(((bpb - means @ fit) ** 2).sum() / freedom), freedom) if freedom else (0.0, 0)
+
+
+def version_noise(row: dict) -> tuple[float, str]:
+    """The standard deviation of a run that counts where versions are compared with one seed, and whose it is. A seed's
+    is larger, as it has what the seed does to all versions alike; it serves until the other is known."""
+    rest, freedom = seed_noise(row, same_seed=True)
+    return (rest, "between versions with one seed") if freedom >= KNOWN else (seed_noise(row)[0], "of a seed")

@@ -11,7 +11,7 @@ import numpy as np
 
 import harness
 from night.git import commit_of, in_history
-from night.noise import seed_noise
+from night.noise import version_noise
 from night.records import curve, curve_of, record_of, run_seconds
 from night.rows import arms, baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
@@ -67,11 +67,11 @@ def plot_chart(rows: list[dict], path: Path) -> None:
 
 
 def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- a seed's standard
-    deviation, over its runs and over the minutes they took."""
+    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- the
+    standard deviation of `version_noise`, over its runs and over the minutes they took."""
     figure, axes = new_figure(len(groups), 2)
     for (left, right), group in zip(axes, groups, strict=True):
-        noise = seed_noise(group[0])[0]
+        noise, _ = version_noise(group[0])
         first = baseline(one_seed(group))["val_bpb"] or np.nan
         for color, (name, rows) in enumerate(arms(group).items()):
             scores = np.array([row["val_bpb"] or np.nan for row in rows])
@@ -123,9 +123,10 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        if noise := seed_noise(rows[0])[0]:
+        noise, of_what = version_noise(rows[0])
+        if noise:
             band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
-            ax.axhspan(*band, color=GREEN, alpha=0.12, label="best +- 2 s.d. of a seed")
+            ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {of_what}")
     ax.set(ylim=(low - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)

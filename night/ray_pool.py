@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import prepare
@@ -52,7 +53,8 @@ class RayPool:
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         self.files = ray.put(our_files(locked))
-        nodes = with_dataset([node for node in ray.nodes() if device in node["Resources"]], dataset, self.files)
+        nodes = of_one_model([node for node in ray.nodes() if device in node["Resources"]])
+        nodes = with_dataset(nodes, dataset, self.files)
         cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
         self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
         self.gpus = int(sum(node["Resources"].get("GPU", 1) for node in nodes))
@@ -108,6 +110,24 @@ def next_event(stream, run: Run | None = None) -> Started | News | Ended:
     except ray.exceptions.RayError as error:
         reason = type(getattr(error, "cause", error)).__name__
         return Ended(run, "", [], reason, lost=reason in LOST)
+
+
+def of_one_model(nodes: list[dict]) -> list[dict]:
+    """The nodes with the most frequent GPU model: scores compare on one only."""
+    gpus = Counter()
+    for node in nodes:
+        gpus[model_of(node)] += node["Resources"].get("GPU", 1)
+    model = max(gpus, key=gpus.get, default="")
+    for node in nodes:
+        if model_of(node) != model:
+            print(f"no run on {node['NodeManagerHostname']}: scores on {model_of(node)} and {model} do not compare")
+    return [node for node in nodes if model_of(node) == model]
+
+
+def model_of(node: dict) -> str:
+    """The GPU model that Ray has found: `A100`, say; "" if none."""
+    mark = "accelerator_type:"
+    return next((name.removeprefix(mark) for name in node["Resources"] if name.startswith(mark)), "")
 
 
 def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:

@@ -13,10 +13,11 @@ from night.git import git, in_history
 from night.ideas import SLOWER, times_as_long
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
+from night.pool import Run
 from night.records import run_seconds
 from night.rows import arms, count_kept, elsewhere, experiments, good, scores
 from night.wave import Trainer, run_of, start_pool
-from prepare import PrepareError
+from prepare import TIME_BUDGET, PrepareError
 
 
 def report(args: argparse.Namespace) -> None:
@@ -54,6 +55,8 @@ def report(args: argparse.Namespace) -> None:
         runs = [run_of(*end, seed) for seed in seeds for end in ends]
         trained = trainer.train(runs)
         write(gains(kept[0], kept[-1], rows, trained, *remember_look(kept[0], kept[-1], trained, kind.dataset)))
+        if args.scale:
+            write("\n".join(scale(kept[0], kept[-1], trainer, runs, trained, factor) for factor in (2, 4)))
         if args.attribute:
             gain = statistics.mean(a - b for a, b in pairs(kept[0], kept[-1], trained))
             write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer, gain)}")
@@ -63,7 +66,7 @@ def report(args: argparse.Namespace) -> None:
 def best_of(arm: str, rows: list[dict]) -> str:
     best = min(rows, key=lambda row: row["val_bpb"] or math.inf)  # a crash has 0
     name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best["val_bpb"] else "none, all crashed"
-    return f"- Best of {len(rows)} by {arm}: {name}."
+    return f"- Lowest of {len(rows)} by {arm}, partly luck: {name}."
 
 
 def gains(
@@ -120,6 +123,23 @@ def gains(
     if (times := times_as_long(after, before)) > SLOWER:
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
+
+
+def scale(first: dict, last: dict, trainer: Trainer, runs: list[Run], rows: list[dict], factor: int) -> str:
+    """A line: how much of the gain remains with `factor` times the budget, by runs with the same seeds."""
+    args, kind, limit = argparse.Namespace(**vars(trainer.args)), trainer.kind, trainer.pool.limit
+    args.seconds = None if args.tokens else factor * (args.seconds or TIME_BUDGET)
+    args.tokens, args.limit = args.tokens and factor * args.tokens, factor * args.limit
+    kind = kind._replace(budget=harness.budget_name(args.seconds, args.tokens))
+    trainer.pool.limit = args.limit
+    longer = Trainer(args, trainer.pool, kind).train(runs)
+    trainer.pool.limit = limit
+    both = [[a - b for a, b in pairs(first, last, some)] for some in (rows, longer)]
+    if min(map(len, both)) < 2:
+        return f"With {kind.budget}, fewer than two seeds succeeded with both revisions."
+    (before, *_), (gain, _, low, high) = map(interval, both)
+    share = f", {gain / before:.0%} of that with {trainer.kind.budget}" if before > 0 else ""
+    return f"- With {kind.budget} the gain on val is {gain:.4f} (95% interval {low:.4f} to {high:.4f}){share}."
 
 
 def pairs(first: dict, last: dict, rows: list[dict], split: str = "val") -> list[tuple[float, float]]:

@@ -58,7 +58,10 @@ def about_night(rows: list[dict]) -> str:
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
     if noise.seed:
         known = f"A seed's standard deviation is {noise.seed:.4f}, by {noise.repeats} repeated runs"
-        known += f", and {noise.rest:.4f} between commits with the same seed" * (noise.rest != noise.seed)
+        if noise.rest != noise.seed:
+            known += f", and {noise.rest:.4f} between commits with the same seed, which counts for changes"
+        else:
+            known += ". Changes with the same seed scatter less, by how much only other commits with these seeds tell"
         lines.append(f"{known}. `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -68,7 +69,8 @@ def table(rows: list[dict], base: str) -> str:
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
-    """The pool at args.address, or this machine's, and the kind of row that runs get there.
+    """The pool at args.address, or this machine's, and the kind of row that runs get there. Scores compare on one GPU
+    model only, so runs go to the most frequent one.
 
     Raises PrepareError if another wave is at work or the log cannot take rows.
     """
@@ -82,14 +84,16 @@ def start_pool(args: argparse.Namespace) -> tuple:
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
     names = ask_gpus(GPU_NAMES, args.gpu or "")
-    gpus, dataset = list(dict.fromkeys(names)) or ["cpu"], prepare.dataset_id()
-    kind = Kind(gpus, args.budget, dataset, args.gpu or "", anywhere=bool(args.address))
+    model = statistics.mode(names or ["cpu"])
+    kind = Kind([model], args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
     if args.address:
         from night.ray_pool import RayPool
 
         return RayPool(args.address, kind.dataset, args.per_gpu, args.limit, args.locked), kind
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [place.strip() for place in places.split(",")][: len(names)]
+    places = [place.strip() for place, name in zip(places.split(","), names, strict=False) if name == model]
+    for other in sorted({*names} - {model}):
+        print(f"no run on {other}: scores compare with those on {model} only")
     return Local(places, args.per_gpu, args.limit, args.locked), kind
 
 
@@ -105,13 +109,6 @@ def ask_gpus(code: str, *args: str) -> list[str]:
     if asked.returncode:
         raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
     return output.splitlines()
-
-
-def same_gpus(kind: Kind) -> Kind:
-    """The kind, unless this machine's GPUs differ, so that scores could not be compared: then raises PrepareError."""
-    if len(kind.gpus) > 1:
-        raise PrepareError(f"{' and '.join(kind.gpus)} differ: choose equal GPUs with CUDA_VISIBLE_DEVICES")
-    return kind
 
 
 def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
@@ -159,13 +156,20 @@ class Trainer:
             for run in todo:
                 self.submit(run, base, per_gpu)
             while self.pending:
-                for _ in self.ended():
-                    pass
+                for run, row in self.ended():
+                    rival = run_of(*base, run.seed)
+                    if self.lacks_rival(row, rival) and rival.name not in {run.name for run in self.pending}:
+                        self.submit(rival, base, per_gpu)
         earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
         judged = {run.name for run in runs if run.commit == base[0] or run.commit not in earlier}
         discard_by_mean(judged, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
+
+    def lacks_rival(self, idea: dict, rival: Run) -> bool:
+        """Whether an idea ended on a GPU where the reference has not run, as it has on other nodes."""
+        rows = [row for row in self.kind.rows() if run_name(row) == rival.name and row["gpu"] == idea["gpu"]]
+        return bool(rival.commit) and not crashed(idea) and not rows
 
     def per_gpu(self, runs: int) -> int:
         """How many of so many runs each GPU should take."""

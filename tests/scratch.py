@@ -21,14 +21,14 @@ class StubPool:
     user: what somebody does meanwhile, a step per look. trained: runs that have ended.
     """
 
-    gpus = 1
+    gpus, limit = 1, 600.0
 
     def __init__(self, kind: Kind, folder: Path, slots: int = 2):
         self.kind, self.log, self.slots, self.user = kind, folder / "row.tsv", slots, iter(())
         self.queue, self.active, self.trained, self.tokens_M = [], {}, [], 1.5
 
     def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
-        self.queue.append((run, record))
+        self.queue.append((run, record, command))
 
     def events(self) -> Iterator[Started | News | Ended]:
         next(self.user, None)
@@ -37,13 +37,13 @@ class StubPool:
             self.trained.append(run)
             yield Ended(run, text, [], "no row")
         while self.queue and len(self.active) < self.slots:
-            run, record = self.queue.pop(0)
+            run, record, options = self.queue.pop(0)
             yield Started(run, "cpu")
             news = []
-            self.active[run] = self.train(run, record, lambda *args: news.append(args))  # noqa: B023
+            self.active[run] = self.train(run, record, options, lambda *args: news.append(args))  # noqa: B023
             yield from (News(run, *args) for args in news)
 
-    def train(self, run: Run, record: dict, news) -> str:
+    def train(self, run: Run, record: dict, options: list[str], news) -> str:
         """Its row."""
         found = dict(val_bpb=0.0, reason="no row")
 
@@ -51,7 +51,7 @@ class StubPool:
             found.update(val_bpb=val_bpb, test_bpb=test_bpb if record["score_test"] else None, reason="")
 
         try:
-            exec(read_train(run.commit), {"result": result, "seed": run.seed, "news": news})
+            exec(read_train(run.commit), {"result": result, "seed": run.seed, "news": news, "options": options})
         except Exception as error:
             found = dict(val_bpb=0.0, reason=type(error).__name__)
         self.log.unlink(missing_ok=True)

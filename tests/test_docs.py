@@ -65,6 +65,7 @@ def test_the_page_about_the_log_has_each_column_in_order_and_each_status():
     _, table, statuses = (ROOT / "docs/log.md").read_text("utf-8").split("| --- | --- |")[:3]
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == [*harness.columns.COLUMNS]
     assert re.findall(r"^\| `(\w+)` \|", statuses, re.M) == ["keep", "discard", "crash", "report"]
+    assert all("seed is new, with any" in text for text in (statuses, PAGES[1].read_text("utf-8")))  # harness.lowest
 
 
 def test_the_row_in_readme_is_one():

@@ -233,9 +233,8 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
     assert "9 experiments with 8 commits; 2 kept, 1 crashed." in told, told
-    assert (
-        "deviation is 0.0071, by 1 repeated runs. `~` marks changes within noise: with one seed, below 0.0200." in told
-    )
+    assert "deviation is 0.0071, by 1 repeated runs. Changes with the same seed scatter less, by how much" in told
+    assert "tell. `~` marks changes within noise: with one seed, below 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert (
         "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800* (likely -0.0797); best 0.05\n"
@@ -256,7 +255,8 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
             harness.log_result(val_bpb=1.2 + 0.01 * i + luck, **row | one)
         told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
         assert ("between commits" in told) == (i == 4), "needs four degrees of freedom"
-    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed. `~` marks" in told
+    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed, which" in told
+    assert "counts for changes. `~` marks" in told
     assert "with one seed, below 0.0011." in told
     assert "- DEPTH: 3 -> 5 -0.0050; best 5\n" in told, "noise only if each seed had its own luck"
     commit("again, seed 42", 1.296, "DEPTH = 3", "DEPTH = 5")

@@ -23,6 +23,7 @@ import prepare
 from night import git as git_of_night
 from night import statuses
 from night.__main__ import main, parse
+from night.noise import seed_noise, version_noise
 from night.plot import plot
 from night.rows import Kind, reference
 
@@ -500,6 +501,22 @@ def test_nothing_overrules_a_persons_word(history):
     assert [(row["status"], row["by"]) for row in harness.read_results()[1:3]] == [("discard", "person")] * 2
 
 
+def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
+    history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
+    kind = Kind(["A"], "300 s", "d")
+    assert statuses.set_status(7 * "b", kind, "discard", by="person")
+    assert statuses.set_status(7 * "c", kind, "keep", by="person")
+    history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
+    said = [f"{row['status']} by {row['by']}" for row in harness.read_results()[3:]]
+    assert said == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
+    statuses.keep_winners({7 * "b"}, harness.read_results()[0], kind)
+    assert reference(kind) == 7 * "c"
+    assert statuses.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
+    history("b|1.05|keep|A|d")
+    history("d|1.4|discard|A|d", "d|1.1|keep|A|d")
+    assert [row["status"] for row in harness.read_results()[-3:]] == ["keep", "discard", "keep"], "a run's is no word"
+
+
 def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
     history("a|1.3|keep|A|d")
     with harness.edit_log():
@@ -773,6 +790,19 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
     (band,) = [patch.get_bbox() for patch in chart.patches]
     assert (band.y0, band.y1) == pytest.approx((1.25 - 2 * noise, 1.25 + 2 * noise))
     assert chart.get_title("left") == "g, 60 s, d\nval_bpb 1.3000 to 1.2500"
+
+
+def test_the_band_is_that_between_versions_once_three_have_been_trained_with_three_seeds(drawn):
+    where = dict(memory_gb=1.0, dataset="d", gpu="g", budget="60 s", description="x")
+    for i, commit in enumerate("abc"):
+        for j, seed in enumerate((42, 1, 2)):  # a seed's effect of 0.1 on all, the rest 0.01
+            score = 1.3 - 0.1 * i + 0.1 * j + 0.01 * (i == j)
+            harness.log_result(val_bpb=score, commit=7 * commit, seed=seed, **where)
+    (chart,) = drawn()
+    (band,) = [patch.get_bbox() for patch in chart.patches]
+    sd, of_what = version_noise(where)
+    assert sd == pytest.approx(0.01 * 0.5**0.5, rel=1e-6) and of_what == "between versions with one seed"
+    assert band.y1 - band.y0 == pytest.approx(4 * sd) and seed_noise(where)[0] > 10 * sd
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):

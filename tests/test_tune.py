@@ -272,7 +272,7 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     found = arms(harness.read_results())
     assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert not arms([row for row in harness.read_results() if row["status"] == "crash"])
-    assert best_of("tpe", found["tpe"]) == "- Best of 2 by tpe: 1.1000, c4, tune tpe: A 1 -> 3."
+    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c4, tune tpe: A 1 -> 3."
     figures, save = [], night.plot.save
     monkeypatch.setattr(night.plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
     plot()

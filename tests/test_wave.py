@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scratch import Scratch
 from small_corpus import ROOT, copy_files, texts, told, write_parquet
 from test_night import Night, command
 
@@ -22,11 +23,12 @@ import harness
 import prepare
 from night import rows
 from night import wave as waves
+from night.__main__ import parse
 from night.live import Board
 from night.pool import Ended, Run
 from night.rows import Kind
 from night.statuses import discard_by_mean, keep_winners
-from night.wave import Trainer, log_row, same_gpus, table
+from night.wave import Trainer, log_row, table
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
@@ -155,11 +157,42 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     )  # fmt: skip
 
 
-def test_a_search_on_gpus_that_differ_is_refused_as_its_scores_could_not_be_compared():
-    kind = Kind(["RTX 3090", "RTX 4090"], "300 s", "d")
-    with pytest.raises(prepare.PrepareError, match="RTX 3090 and RTX 4090 differ: choose equal GPUs"):
-        same_gpus(kind)
-    assert same_gpus(kind._replace(gpus=["A"])).gpus == ["A"]
+def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    monkeypatch.setattr(waves, "wave_lock", lambda: tmp_path / "lock")
+    monkeypatch.setattr(waves, "ask_gpus", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
+    monkeypatch.setattr(waves, "Local", lambda places, *_: places)
+    monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")
+    places, kind = waves.start_pool(parse(["wave"]))
+    assert places == ["6", "7"] and kind.gpus == ["RTX 4090"]
+    assert capsys.readouterr().out == "no run on RTX 3090: scores compare with those on RTX 4090 only\n"
+
+
+def test_the_reference_runs_where_its_idea_did_and_on_a_cluster_nodes_of_one_model_take_both(
+    tmp_path, monkeypatch, capsys
+):
+    """It has a row, but of another GPU: the idea would have to beat 0.0."""
+    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "result(1.3)\n"})
+    base = scratch.head()
+    scratch.shell("echo 'result(1.2)' > train.py; git commit -qam idea")
+    idea = scratch.head()
+    row = dict(memory_gb=1.0, dataset="d", description="base", commit=base, tokens_M=1.0)
+    harness.log_result(val_bpb=1.1, gpu="other", to_beat=9.0, **row)
+    trainer = scratch.trainer(parse(["wave"]), scratch.kind._replace(anywhere=True))
+    trainer.train([waves.run_of(base, "base"), waves.run_of(idea, "idea")], (base, "base"))
+    found = [(row["commit"], row["gpu"], row["status"]) for row in scratch.rows()]
+    assert found == [(base, "other", "keep"), (base, "cpu", "keep"), (idea, "cpu", "keep")]
+
+    pytest.importorskip("ray", reason="it is in the extra [night]")
+    from night.ray_pool import of_one_model
+
+    nodes = [
+        dict(NodeManagerHostname=name, Resources={"GPU": gpus, f"accelerator_type:{model}": 1.0})
+        for name, gpus, model in (("a", 4.0, "H100"), ("b", 1.0, "T4"), ("c", 2.0, "T4"))
+    ]
+    assert of_one_model(nodes) == nodes[:1] and of_one_model([{"Resources": {"CPU": 1.0}}])
+    assert capsys.readouterr().out.endswith("no run on c: scores on T4 and H100 do not compare\n")
 
 
 def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_path, monkeypatch):
