@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import harness
@@ -89,6 +89,7 @@ def read_train(revision: str) -> bytes:
     return git_bytes("show", f"{revision}:train.py")
 
 
+@lru_cache(1000)  # an attribution leaves out many sets of changes, most of them alike
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
     """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
     with tempfile.TemporaryDirectory() as folder:

@@ -197,9 +197,8 @@ class Loop:
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
     def judge(self, agent: agents.Agent) -> None:
-        """Submits an ended agent's proposal for training, or says why not. Refused edits in a row end the loop; agents
-        that fail are asked again after a pause. Of agents that fail together, as by their provider's limit, one counts.
-        """
+        """Submits an ended agent's proposal, or says why not. Refused edits in a row end the loop; agents that fail are
+        asked again after a pause. Of agents that fail together, as by their provider's limit, one counts."""
         trains = False
         if reason := agent.failure(self.args.agent_limit):
             proposals.note(agent.n, f"failed: {reason}")
@@ -256,7 +255,6 @@ class Loop:
         text = f"\n{reason or 'ended early'}: {sum(count.values())} proposals so far, {found}"
         text += f", {count['trains']} not trained" + f"; {failed} agents made no edit" * bool(failed) + ".\n"
         if self.busy:
-            seconds = monotonic() - self.start
-            used = self.busy / self.trainer.slots / seconds
-            text += f"{seconds / 3600:.2f} hours; the GPUs were in use {used:.0%} of the time.\n"
+            hours, used = (monotonic() - self.start) / 3600, self.busy / 3600 / self.trainer.slots
+            text += f"{hours:.2f} hours; the GPUs were in use {used / hours:.0%} of the time.\n"
         return f"{text}{now}How much is luck? python -m night report"

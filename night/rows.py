@@ -12,6 +12,7 @@ import harness
 import prepare
 from harness import crashed
 from night.git import commit_of, in_history
+from night.gpus import gpu_names
 
 
 class Kind(NamedTuple):
@@ -42,8 +43,7 @@ class Kind(NamedTuple):
 
 def kind_here(args: argparse.Namespace) -> Kind:
     """The kind of row that a run with these options gets on this machine."""
-    gpu = harness.gpu_name(args.gpu).partition(" as ")[0]
-    return Kind([gpu], args.budget, prepare.dataset_id(), args.gpu or "")
+    return Kind((gpu_names(args.gpu) or ["cpu"])[:1], args.budget, prepare.dataset_id(), args.gpu or "")
 
 
 def place(row: dict) -> tuple[str, str, str]:

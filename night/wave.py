@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import harness
 import prepare
 from harness import crashed
 from night.commits import doubts
-from night.git import ROOT, in_history, revisions
+from night.git import in_history, revisions
+from night.gpus import gpu_names
 from night.live import Board, wave_lock
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, label
@@ -23,14 +23,6 @@ from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
-
-ANSWER = 300  # seconds for the GPUs to answer, including loading PyTorch from a slow disk
-GPU_NAMES = """
-import sys, torch, harness
-for i in range(torch.cuda.device_count()):
-    torch.cuda.set_device(i)
-    print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
-"""
 
 
 def wave(args: argparse.Namespace) -> None:
@@ -83,7 +75,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
         raise PrepareError(f"{harness.RESULTS} cannot take rows: {error}") from None
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    names = ask_gpus(GPU_NAMES, args.gpu or "")
+    names = gpu_names(args.gpu)
     model = statistics.mode(names or ["cpu"])
     kind = Kind([model], args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
     if args.address:
@@ -95,20 +87,6 @@ def start_pool(args: argparse.Namespace) -> tuple:
     for other in sorted({*names} - {model}):
         print(f"no run on {other}: scores compare with those on {model} only")
     return Local(places, args.per_gpu, args.limit, args.locked), kind
-
-
-def ask_gpus(code: str, *args: str) -> list[str]:
-    """The lines that Python code prints about this machine's GPUs; in another process, so that this one takes no GPU
-    memory. Raises PrepareError if it fails, or takes longer than ANSWER."""
-    asked = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        output, _ = asked.communicate(timeout=ANSWER)
-    except subprocess.TimeoutExpired:
-        asked.kill()  # and no wait for its end: what a driver blocks cannot be killed
-        raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
-    if asked.returncode:
-        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
-    return output.splitlines()
 
 
 def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:

@@ -900,10 +900,13 @@ SECTIONS = [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
         ("                    end_record(folder, event.reason)\n", "                    pass\n"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
+        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
+    ]),
+    ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal or gpus_that"], [
         ("    if asked.returncode:", "    if False:"),
         ("communicate(timeout=ANSWER)", "communicate()"),
         ("        asked.kill()  #", "        asked.kill(), asked.wait()  #"),
-        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
+        ("(gpu_names(args.gpu) or", "([harness.gpu_name(args.gpu)] or"),
     ]),
     ("The pool", "night/pool.py", ["test_pool.py"], [
         ("while self.queue and self.free:", "while self.queue:"),
@@ -1033,7 +1036,7 @@ SECTIONS = [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
         ('row["status"] == "crash" or row["commit"] == base[0] for', "False for"),
     ]),
-    ("Agents", "night/agent.py", ["test_loop.py", "-k", "provider or leaves or cut_off or prompt or cannot_pass or environment"], [
+    ("Agents", "night/agent.py", ["test_loop.py", "-k", "one_night or leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
         ("return self.described() or self.name + describe", "return self.name + describe"),
         (r'text.replace(b"\r\n", b"\n")', "text"),

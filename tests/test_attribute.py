@@ -285,7 +285,8 @@ def test_tests_commit_in_their_own_repository_whatever_git_is_told(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_DIR": str(other), "GIT_INDEX_FILE": "index", "HOME": str(tmp_path)}
     env |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "commit.gpgSign", "GIT_CONFIG_VALUE_0": "true"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    (tmp_path / "torch.py").write_text("class cuda: is_available = bool\ndevice = None")  # the real one takes 2 s
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "own\n"
     assert not [*other.iterdir()]
 

@@ -343,6 +343,9 @@ OLD_ROWS = {  # in eight columns: what it is
     "d\t1.100000\t2.5\tkeep\t\tcpu, 5e-06 M tokens\td\t1.0": dict(
         commit="d", description="", seed=42, gpu="cpu", budget="5e-06 M tokens", status="keep",
     ),
+    "f\t1.100000\t2.5\tdiscard\tidea [3]\tcpu\td\t1.0": dict(
+        commit="f", description="idea [3]", seed=42, gpu="cpu", budget="300 s", status="discard", reason="",
+    ),
 }  # fmt: skip
 
 
@@ -376,7 +379,7 @@ def test_a_row_with_bytes_that_are_no_text_can_be_printed(log):
 def test_logs_of_several_formats_that_somebody_has_joined_are_read_and_get_one_header(log):
     log.path.write_text(EIGHT + "\n".join(OLD_ROWS) + "\n" + HEADER + ROW + FIVE + "e\t1.0\t1.0\tkeep\tupstream\n")
     before = harness.read_results(log.path)
-    assert [row["commit"] for row in before] == ["a+", "b", "c", "d", "abcdef0", "e"]
+    assert [row["commit"] for row in before] == ["a+", "b", "c", "d", "f", "abcdef0", "e"]
     log(1.1, description="now")
     assert harness.read_results(log.path)[:-1] == before and log.path.read_text().count("commit\t") == 1
 

@@ -21,7 +21,7 @@ from small_corpus import ROOT, WORDS, copy_files, told
 import harness
 import prepare
 from night import git as git_of_night
-from night import statuses
+from night import rows, statuses
 from night.__main__ import main, parse
 from night.noise import seed_noise, version_noise
 from night.plot import plot
@@ -404,7 +404,7 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
 def history(monkeypatch, tmp_path):
     """A branch with the commits a, b, c and d, and a log: of each row the commit, val_bpb, gpu and dataset."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(harness, "gpu_name", lambda name: "A")
+    monkeypatch.setattr(rows, "gpu_names", lambda imitates: ["A"])
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     commits = "".join(f"{letter * 40}\n" for letter in "dcba")
 

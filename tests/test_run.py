@@ -249,8 +249,9 @@ def test_rows_keep_the_best_so_far_and_name_the_commit(night):
         ]
 
 
-def test_nothing_stalls_a_step_to_collect_garbage(clone):
+def test_nothing_stalls_a_step_to_collect_garbage_and_a_sample_that_fails_costs_no_run(clone):
     edit = "import gc\nat_step(3, lambda loss: fail(AssertionError('collects')) if gc.isenabled() else loss)"
+    edit += "\nreplace(experiment, 'sample', lambda *_, **__: fail(ValueError('of an edited model')))"
     run = clone.run("--tokens", "4096", edit=edit)
     assert run.code == 0 and "val_bpb" in run.summary, run
 

@@ -58,6 +58,9 @@ result(1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.l
 """
 
 
+PATH = "a?b%20c #1"  # of clones: no part of a URL or command line may read it as its own
+
+
 class Searched(Scratch):
     """A clone, and searches in this process."""
 
@@ -94,14 +97,14 @@ class Searched(Scratch):
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    quick = Searched(tmp_path / "searched", monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
+    quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
     return quick
 
 
 @pytest.fixture
 def clone(prepared, tmp_path):
-    clone = Clone(tmp_path / "clone", prepared)
+    clone = Clone(tmp_path / PATH / "clone", prepared)
     (clone.folder / "train.py").write_text(BOWL.replace("LOG", repr(str(tmp_path / "trained"))))
     clone.run("git commit -qam base")
     return clone

@@ -21,12 +21,12 @@ from test_night import Night, command
 
 import harness
 import prepare
-from night import rows
+from night import gpus, rows
 from night import wave as waves
 from night.__main__ import parse
 from night.live import Board
 from night.pool import Ended, Run
-from night.rows import Kind
+from night.rows import Kind, kind_here
 from night.statuses import discard_by_mean, keep_winners
 from night.wave import Trainer, log_row, table
 
@@ -160,7 +160,7 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
 def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     monkeypatch.setattr(waves, "wave_lock", lambda: tmp_path / "lock")
-    monkeypatch.setattr(waves, "ask_gpus", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
+    monkeypatch.setattr(gpus, "ask_gpus", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
     monkeypatch.setattr(waves, "Local", lambda places, *_: places)
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")
@@ -545,11 +545,12 @@ def test_a_wave_that_cannot_be_says_so_in_a_line(clone, tmp_path, revision, reme
 def test_gpus_that_do_not_answer_are_told_in_a_line_even_if_the_question_cannot_be_killed(monkeypatch):
     """As a process that waits for a driver."""
     asked = []
-    monkeypatch.setattr(waves, "ANSWER", 0.5)
+    monkeypatch.setattr(gpus, "ANSWER", 0.5)
+    monkeypatch.setattr(gpus, "GPU_NAMES", "import time; time.sleep(20)")
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: asked.append(process))
     start = time.monotonic()
     with pytest.raises(prepare.PrepareError, match="GPUs do not answer within"):
-        waves.ask_gpus("import time; time.sleep(20)")
+        kind_here(parse(["reference"]))
     assert time.monotonic() < start + 15
     asked[0].send_signal(signal.SIGKILL)
     asked[0].wait()
