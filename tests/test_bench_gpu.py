@@ -34,6 +34,7 @@ H200 = [  # depth, n_embd, experts, experts per token; tokens per second and GiB
 @pytest.mark.parametrize("depth, n_embd, experts, per_token, tokens_per_sec, memory_gb", H200)
 def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_per_sec, memory_gb):
     size = dict(depth=depth, n_embd=n_embd, full_heads=n_embd // 128, num_experts=experts, experts_per_token=per_token)
+    size |= dict(seq_len=2048, device_batch_size=64)
     config = dataclasses.replace(bench_gpu.size_for("H200"), **size)
     if (config.total_batch_size, config.ngram_rows, train.NGRAMS) != (2**17, 2_621_440, (2, 3, 4)):
         pytest.skip("that has not been measured")
