@@ -611,6 +611,12 @@ SECTIONS = [
         ("if self.moved(self.ask(others), seen)[::2].any():", "if False:"),
         ("self.last[row].item() + 1}", "self.last[row].item()}"),
         ("CUTS = 32", "CUTS = 1"),
+        ("by_quarter -= torch.where(quarter == each, log_probs,", "by_quarter -= torch.where(quarter == each, found[..., 0],"),
+    ]),
+    ("The quarters", "harness/quarters.py", ["test_referee.py", "-k", "quarter"], [
+        ("== bos).cumsum(0).clamp(min=1) - 1", "== bos).cumsum(0)"),
+        ("document.bincount(sizes.flatten())", "document.bincount()"),
+        ("lengths.argsort(stable=True).argsort()", "lengths.argsort(stable=True)"),
     ]),
     ("Locked scoring", "harness", LOCKED, [
         ("    if remote.referee():\n", "    if False:\n"),
