@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterable
 
+from harness.progress import with_progress
 from harness.quarters import Score, quarters_by_length
 from prepare import PrepareError, Tokenizer, eval_batches, evaluating
 
@@ -30,10 +31,11 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, spl
     """The number of prepare.evaluate_bpb, from model(x) -> logits (B, T, V). Raises Unscorable."""
     batches = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
     with evaluating(model):
-        return bits_per_byte(Predictor(model, tokenizer.get_vocab_size()), tokenizer.get_bos_token_id(), *batches)
+        predictor = Predictor(model, tokenizer.get_vocab_size())
+        return bits_per_byte(predictor, tokenizer.get_bos_token_id(), split, *batches)
 
 
-def bits_per_byte(predictor: Predictor, bos: int, inputs, targets, sizes) -> Score:
+def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, sizes) -> Score:
     """inputs, targets, sizes: of prepare.eval_batches. Raises Unscorable."""
     import torch
 
@@ -42,7 +44,8 @@ def bits_per_byte(predictor: Predictor, bos: int, inputs, targets, sizes) -> Sco
     each = torch.arange(4, device=inputs.device).view(4, 1, 1)
     probed = random.SystemRandom().sample(range(len(inputs)), min(len(inputs), -(-CUTS // inputs.size(1))))
     first = None
-    for i, (x, y, scored, quarter) in enumerate(zip(inputs, targets, sizes > 0, quarters, strict=True)):
+    batches = zip(inputs, targets, sizes > 0, quarters, strict=True)
+    for i, (x, y, scored, quarter) in enumerate(with_progress(batches, len(inputs), f"scoring {split}")):
         probe = Probe(predictor, x) if i in probed else None  # before the batch itself: no earlier answer helps
         columns = y.clamp(min=0).unsqueeze(-1)
         found = predictor.log_probs(x, torch.cat([columns, probe.columns], -1) if probe else columns)

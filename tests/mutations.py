@@ -613,6 +613,10 @@ SECTIONS = [
         ("CUTS = 32", "CUTS = 1"),
         ("by_quarter -= torch.where(quarter == each, log_probs,", "by_quarter -= torch.where(quarter == each, found[..., 0],"),
     ]),
+    ("Progress", "harness/progress.py", ["test_referee.py", "-k", "long or thirty"], [
+        ("time.monotonic() + FIRST", "time.monotonic() + AGAIN"),
+        ("due = time.monotonic() + AGAIN", "pass"),
+    ]),
     ("The quarters", "harness/quarters.py", ["test_referee.py", "-k", "quarter"], [
         ("== bos).cumsum(0).clamp(min=1) - 1", "== bos).cumsum(0)"),
         ("document.bincount(sizes.flatten())", "document.bincount()"),
@@ -927,6 +931,9 @@ SECTIONS = [
     ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
         ("        if cores < usable:\n", "        if True:\n"),
         ("str(min(32, cores))", "str(32)"),
+    ]),
+    ("The pool", "night/pool.py", ["test_pool.py", "-k", "spinning"], [
+        ("env = PASSIVE | {", "env = {"),
     ]),
     ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
         ("        if os.getppid() != parent:  # it", "        if False:  # it"),

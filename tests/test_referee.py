@@ -5,8 +5,10 @@ import itertools
 import math
 import pickle
 import random
+import re
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 import harness
 import prepare
 import train
-from harness import referee
+from harness import progress, referee
 from harness.quarters import quarters_by_length
 
 B, T, C = 6, 48, 16
@@ -675,7 +677,7 @@ def test_each_target_is_in_the_quarter_of_the_document_whose_bos_came_last(name,
     y = F.pad(text[1:], padding, value=-1).view(x.shape)
     assert quarters_by_length(x, sizes, BOS).flatten()[: len(expected)].tolist() == expected
     model = LM(16, seed=2).to(device)
-    score = referee.bits_per_byte(referee.Predictor(model, 16), BOS, x, y, sizes)
+    score = referee.bits_per_byte(referee.Predictor(model, 16), BOS, "val", x, y, sizes)
     whole = quarters(model.cpu(), text[:-1].cpu(), text[1:].cpu(), sizes.flatten().cpu()[: len(expected)], BOS)[0]
     assert score.quarters == pytest.approx(whole, rel=1e-5, nan_ok=True)
     assert math.isfinite(score) and pickle.loads(pickle.dumps(score)).quarters == pytest.approx(whole, nan_ok=True)
@@ -706,6 +708,34 @@ def test_a_nan_that_is_scored_makes_the_score_nan(tokenizer, monkeypatch):
 
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     assert math.isnan(referee.evaluate_bpb(NaN(tokenizer.get_vocab_size()), tokenizer, B, T))
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.5, []), (4, [15, 55, 95])])
+def test_what_takes_over_ten_seconds_says_how_far_it_is_every_thirty(monkeypatch, capsys, seconds, told):
+    now = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    for i, item in enumerate(progress.with_progress("abcdefghijklmnopqrst", 20, "reading")):
+        assert item == "abcdefghijklmnopqrst"[i]
+        now += seconds
+    assert i == 19 and capsys.readouterr().out == "".join(f"reading: {percent}%\n" for percent in told)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 3])
+def test_scoring_says_how_far_it_is_if_it_takes_long(tokenizer, monkeypatch, capsys, seconds):
+    now = 0.0
+
+    class Slow(LM):
+        def mix(self, x, idx):
+            nonlocal now
+            now += seconds
+            return x
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    score = referee.evaluate_bpb(Slow(tokenizer.get_vocab_size()), tokenizer, B, T, "test")
+    told = re.findall(r"^scoring test: (\d+)%$", out := capsys.readouterr().out, re.M)
+    assert len(told) == out.count("\n") and told == sorted(told, key=int) and len(told) == (2 if seconds == 3 else 0)
+    assert score == referee.evaluate_bpb(LM(tokenizer.get_vocab_size()), tokenizer, B, T, "test")
 
 
 def test_logits_of_one_batch_at_a_time_are_kept(tokenizer, monkeypatch):
