@@ -106,6 +106,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
         summary = {
             "val_bpb": round(val_bpb, 6),
+            "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
             "training_seconds": round(seconds, 1),
             "total_seconds": round(total, 1),
             "peak_vram_mb": round(memory / 2**20, 1),

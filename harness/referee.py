@@ -12,6 +12,8 @@ import math
 import random
 from collections.abc import Iterable
 
+from harness.progress import with_progress
+from harness.quarters import Score, quarters_by_length
 from prepare import PrepareError, Tokenizer, eval_batches, evaluating
 
 CUTS = 32  # rows that are cut, at least, while a split is scored
@@ -25,30 +27,39 @@ class Unscorable(PrepareError):
     """The model's output is no prediction, or one that knows the future."""
 
 
-def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, split: str = "val") -> float:
+def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, split: str = "val") -> Score:
     """The number of prepare.evaluate_bpb, from model(x) -> logits (B, T, V). Raises Unscorable."""
     batches = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
     with evaluating(model):
-        return bits_per_byte(Predictor(model, tokenizer.get_vocab_size()), *batches)
+        predictor = Predictor(model, tokenizer.get_vocab_size())
+        return bits_per_byte(predictor, tokenizer.get_bos_token_id(), split, *batches)
 
 
-def bits_per_byte(predictor: Predictor, inputs, targets, sizes) -> float:
+def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, sizes) -> Score:
     """inputs, targets, sizes: of prepare.eval_batches. Raises Unscorable."""
     import torch
 
     nats = torch.zeros((), dtype=torch.float64, device=inputs.device)
+    quarters, by_quarter = quarters_by_length(inputs, sizes, bos), nats.new_zeros(4)
+    each = torch.arange(4, device=inputs.device).view(4, 1, 1)
     probed = random.SystemRandom().sample(range(len(inputs)), min(len(inputs), -(-CUTS // inputs.size(1))))
     first = None
-    for i, (x, y, scored) in enumerate(zip(inputs, targets, sizes > 0, strict=True)):
+    batches = zip(inputs, targets, sizes > 0, quarters, strict=True)
+    for i, (x, y, scored, quarter) in enumerate(with_progress(batches, len(inputs), f"scoring {split}")):
         probe = Probe(predictor, x) if i in probed else None  # before the batch itself: no earlier answer helps
         columns = y.clamp(min=0).unsqueeze(-1)
         found = predictor.log_probs(x, torch.cat([columns, probe.columns], -1) if probe else columns)
-        nats -= torch.where(scored, found[..., 0], 0.0).sum(dtype=torch.float64)
+        log_probs = torch.where(scored, found[..., 0], 0.0)  # (B, T)
+        nats -= log_probs.sum(dtype=torch.float64)
+        by_quarter -= torch.where(quarter == each, log_probs, 0.0).sum((1, 2), dtype=torch.float64)
         if probe:
             probe.compare(found[..., 1:])
             first = first or probe
     first.again("is not the same after other batches")
-    return (nats / (math.log(2) * sizes.sum())).item()
+    score = Score((nats / (math.log(2) * sizes.sum())).item())
+    nbytes = quarters.flatten().bincount(sizes.flatten(), minlength=4)
+    score.quarters = tuple((by_quarter / (math.log(2) * nbytes)).tolist())
+    return score
 
 
 def check(model, x, vocab: int) -> None:

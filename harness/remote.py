@@ -128,7 +128,7 @@ class Referee(Predictor):
         self.dtype = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}.get(dtype)
         self.copy = torch.empty(T, self.vocab, pin_memory=device.type == "cuda")
         os.ftruncate(self.logits, self.copy.nbytes)
-        bpb = bits_per_byte(self, *batches)
+        bpb = bits_per_byte(self, self.tokenizer.get_bos_token_id(), split, *batches)
         if not math.isfinite(bpb):
             raise FloatingPointError(f"{split}_bpb is {bpb}")
         began = self.began or self.created

@@ -18,6 +18,9 @@ from night.checkout import LOOK, Checkout
 from night.commits import archive
 from night.git import ROOT
 
+# for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+
 
 class Run(NamedTuple):
     """One run. Commit and seed identify it in results.tsv."""
@@ -116,7 +119,7 @@ class Local:
         cores = max(1, usable // (self.gpus * per_gpu))
         env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
         if cores < usable:
-            env.setdefault("OMP_NUM_THREADS", str(cores))
+            env = PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env
         return env | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
 
     def look(self) -> Iterator[News | Ended]:

@@ -14,7 +14,7 @@ import prepare
 from night import checkout
 from night.checkout import GRACE, LOOK, PATIENCE, Checkout
 from night.commits import archive
-from night.pool import Ended, News, Run, Started, our_files
+from night.pool import PASSIVE, Ended, News, Run, Started, our_files
 from prepare import PrepareError
 
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
@@ -171,6 +171,8 @@ def run_in_checkout(
     env.pop("OMP_NUM_THREADS", None)  # Ray has set it
     if omp or cores < usable:
         env["OMP_NUM_THREADS"] = omp or str(cores)
+    if cores < usable:
+        env = PASSIVE | env
     yield "started", " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     work = Checkout(archive, files, command, record or {}, env, limit)
     try:

@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 import sys
+from contextlib import suppress
 
 from harness import budget_name, crashed, read_results
 from night import records
@@ -120,6 +121,27 @@ def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
     return lines
 
 
+def by_length(row: dict) -> list[str]:
+    """A line with what each quarter of the documents by length gained (negative) or lost against the run of the parent,
+    else of the reference, with the same seed; [] if the records do not say."""
+
+    def quarters(row: dict) -> list[float]:
+        folder = records.record_of(row)
+        return [float(bpb) for bpb in records.summary(folder).get("bpb_by_length", "").split()] if folder else []
+
+    alike = [other for other in read_results() if (place(other), other["seed"]) == (place(row), row["seed"])]
+    others = [other for other in alike if other["commit"] != row["commit"]]
+    bases = in_history([other for other in others if other["status"] == "keep"])[-1:]
+    with suppress(PrepareError):  # the first commit, or one that this clone does not have
+        parent = commit_of(f"{row['commit']}^")
+        bases += [other for other in others if other["commit"] == parent]
+    for base in reversed(bases):
+        if (own := quarters(row)) and (before := quarters(base)):
+            changes = [f"{bpb - old:+.4f}" for bpb, old in zip(own, before, strict=True)]
+            return [f"- bpb_by_length minus {base['commit']}'s: {' '.join(changes)}"]
+    return []
+
+
 def about_commit(commit: str) -> str:
     """A commit's rows, each with the summary of its last run and, after a crash, the end of its log."""
     lines = []
@@ -130,6 +152,7 @@ def about_commit(commit: str) -> str:
         lines.append(f"{score}{test}, seed {row['seed']}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
         if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
+            lines += by_length(row)
             log = folder / "log.txt"
             if crashed(row) and log.exists():
                 lines += ["```", *log.read_text("utf-8", errors="replace").splitlines()[-20:], "```"]

@@ -611,6 +611,16 @@ SECTIONS = [
         ("if self.moved(self.ask(others), seen)[::2].any():", "if False:"),
         ("self.last[row].item() + 1}", "self.last[row].item()}"),
         ("CUTS = 32", "CUTS = 1"),
+        ("by_quarter -= torch.where(quarter == each, log_probs,", "by_quarter -= torch.where(quarter == each, found[..., 0],"),
+    ]),
+    ("Progress", "harness/progress.py", ["test_referee.py", "-k", "long or thirty"], [
+        ("time.monotonic() + FIRST", "time.monotonic() + AGAIN"),
+        ("due = time.monotonic() + AGAIN", "pass"),
+    ]),
+    ("The quarters", "harness/quarters.py", ["test_referee.py", "-k", "quarter"], [
+        ("== bos).cumsum(0).clamp(min=1) - 1", "== bos).cumsum(0)"),
+        ("document.bincount(sizes.flatten())", "document.bincount()"),
+        ("lengths.argsort(stable=True).argsort()", "lengths.argsort(stable=True)"),
     ]),
     ("Locked scoring", "harness", LOCKED, [
         ("    if remote.referee():\n", "    if False:\n"),
@@ -924,6 +934,9 @@ SECTIONS = [
     ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
         ("        if cores < usable:\n", "        if True:\n"),
         ("str(min(32, cores))", "str(32)"),
+    ]),
+    ("The pool", "night/pool.py", ["test_pool.py", "-k", "spinning"], [
+        ("env = PASSIVE | {", "env = {"),
     ]),
     ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
         ("        if os.getppid() != parent:  # it", "        if False:  # it"),

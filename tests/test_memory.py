@@ -339,6 +339,39 @@ def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_refere
     assert "\n1.250000 report, test 1.300000, seed 42, cpu, 300 s, d" in told, "a report refers to its rows"
 
 
+def test_a_gain_on_average_that_loses_in_long_documents_is_seen(tmp_path, monkeypatch):
+    """Beside the parent's run with the same seed, or the last one kept in HEAD's history; no line if neither tells."""
+    at(monkeypatch, tmp_path)
+    commits = {}
+    for name in ("kept", "edit", "back", "other"):
+        script = f"git init -q; git -c user.name=n -c user.email=e commit -q --allow-empty -m {name}"
+        subprocess.run(f"{script}; git rev-parse --short=7 HEAD > head", shell=True, cwd=tmp_path, check=True)
+        commits[name] = (tmp_path / "head").read_text().strip()
+
+    def log(name: str, val_bpb: float, by_length: str = "", seed: int = 42) -> None:
+        row = dict(gpu="g", dataset="d", budget="300 s", commit=commits[name], description=name, seed=seed)
+        harness.log_result(val_bpb=val_bpb, memory_gb=1.0, **row)
+        summary = {"bpb_by_length": by_length} if by_length else {}
+        (records.new_record(commits[name], seed, None, "300 s") / "summary.json").write_text(json.dumps(summary))
+
+    def told(name: str) -> list[str]:
+        return [line for line in show.about_commit(commits[name]).splitlines() if "by_length" in line]
+
+    log("kept", 1.2, "1.400000 1.300000 1.200000 1.100000")
+    log("kept", 1.1, "9.000000 9.000000 9.000000 9.000000", seed=1)
+    log("edit", 1.3, "1.390000 1.290000 1.190000 1.150000")
+    log("back", 1.4)
+    log("other", 1.5, "1.380000 nan 1.210000 1.150000")
+    assert told("edit") == [
+        "- bpb_by_length: 1.390000 1.290000 1.190000 1.150000",
+        f"- bpb_by_length minus {commits['kept']}'s: -0.0100 -0.0100 -0.0100 +0.0500",
+    ]
+    assert told("other")[1:] == [f"- bpb_by_length minus {commits['kept']}'s: -0.0200 +nan +0.0100 +0.0500"]
+    assert told("kept")[1:] == ["- bpb_by_length: 9.000000 9.000000 9.000000 9.000000"] and not told("back")
+    log("back", 1.4, "1.380000 1.310000 1.210000 1.150000")
+    assert told("other")[1:] == [f"- bpb_by_length minus {commits['back']}'s: +0.0000 +nan +0.0000 +0.0000"]
+
+
 def test_a_form_feed_in_a_diff_is_no_end_of_a_line():
     lines, places, _ = ideas.read_diff("@@ -1 +1 @@ def f():\n+\f\n+    x = 1\n-LR = 1")
     assert lines == (1, 1) and places == {"f": 1, "LR": 1}

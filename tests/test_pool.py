@@ -65,6 +65,21 @@ def test_runs_are_spread_over_gpus_which_they_see_alone_and_the_next_one_begins_
     assert until(local, Started, 1)[-1].where.endswith(" GPU 3"), "the emptier one"
 
 
+def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(local, monkeypatch):
+    """A run that has all of them keeps PyTorch's choice."""
+    for name in pool.PASSIVE:
+        monkeypatch.delenv(name, raising=False)
+
+    def told(local: Local, per_gpu: int) -> list[str | None]:
+        env = local.environment("", per_gpu)
+        return [env.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")]
+
+    assert told(local, 2) == ["2", "passive", "0"]
+    assert told(Local([], 2, 60), 1) == [None, None, None]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert told(local, 1) == ["4", "active", "0"]
+
+
 @pytest.mark.parametrize("pause", [0, 60])
 def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_last_lines(local, monkeypatch, pause):
     monkeypatch.setattr(checkout, "NEWS", pause)

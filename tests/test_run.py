@@ -330,7 +330,10 @@ def test_a_run_leaves_its_curve_and_its_summary_in_the_folder_of_its_record(clon
     for key, value in summary.items():
         number = isinstance(value, int | float)
         assert (value == float(printed[key])) if number else (value == printed[key]), key
-        assert number == (key not in ("numerics", "status", "commit", "description", "gpu", "budget", "dataset")), key
+        text = ("bpb_by_length", "numerics", "status", "commit", "description", "gpu", "budget", "dataset")
+        assert number == (key not in text), key
+    bpb = [float(word) for word in summary["bpb_by_length"].split()]
+    assert len(bpb) == 4 and min(bpb) < summary["val_bpb"] < max(bpb)
 
 
 def test_a_crash_that_is_not_logged_leaves_its_reason_and_the_curve_up_to_it(clone, tmp_path):
