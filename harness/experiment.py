@@ -106,7 +106,6 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
         summary = {
             "val_bpb": round(val_bpb, 6),
-            "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
             "training_seconds": round(seconds, 1),
             "total_seconds": round(total, 1),
             "peak_vram_mb": round(memory / 2**20, 1),
@@ -118,6 +117,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             "tokens_per_sec": round(clock.tokens / seconds),
             "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
             "eval_seconds": round(eval_seconds, 1),
+            "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
             **numbers,
         }
         result = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)

@@ -161,5 +161,5 @@ def test_train_py_is_run_and_scored_by_both(corpus, tmp_path, monkeypatch):
     tokenizer = prepare.Tokenizer.from_directory()
     compare.save_rows(prepare, tokenizer, saved := tmp_path / "rows.npz")
     summary = measure(*compare.child("default", corpus[0], saved, 1, seed=7), log := tmp_path / "log")
-    assert summary.get("windows") == summary.get("val_bpb") and float(summary["rows"]) > 0, log.read_text()
+    assert float(summary["windows"]) == float(summary["val_bpb"]) and float(summary["rows"]) > 0, log.read_text()
     assert re.search("not logged", log.read_text()) and summary["seed"] == "7"
