@@ -4,13 +4,12 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
 
 from harness import crashed
 from night.git import git
 from night.intervals import shrink
-from night.noise import KNOWN, seed_noise
+from night.noise import Noise
 from night.records import curve_of, jump, run_seconds
 from night.rows import arm, grouped, scores
 
@@ -28,6 +27,7 @@ class Idea:
         self.scores, self.seconds = scores(rows), run_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
+        self.edited = ""  # blob hash of the train.py that it edits
         self.diff, self.lines = "", (0, 0)  # lines added, removed
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
@@ -46,6 +46,14 @@ class Idea:
         return "\n".join(line for line in self.diff.split("\n") if line[:1] in ("+", "-"))
 
     @property
+    def is_noise(self) -> bool:
+        """Whether it only moves constants by less than 0.3%, as `knobs.nudged` does: what changes then is luck."""
+        with suppress(ValueError, ZeroDivisionError):
+            ratios = [float(new) / float(old) for old, new in self.values.values()]
+            return bool(ratios) and self.values.keys() == self.places.keys() and all(abs(r - 1) < 3e-3 for r in ratios)
+        return False
+
+    @property
     def tuner(self) -> str:
         """The sampler whose trial it is, or ""."""
         name = arm(self.rows[0])
@@ -54,6 +62,8 @@ class Idea:
     @property
     def family(self) -> str:
         """The tuner; else the constants it changed, if nothing else; else the place with most changed lines."""
+        if self.is_noise:
+            return "Noise: constants moved by too little to matter"
         if self.tuner:
             return f"tuned by {self.tuner}"
         if self.values and self.values.keys() == self.places.keys():
@@ -73,6 +83,7 @@ def ideas(rows: list[dict]) -> list[Idea]:
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
             continue
+        idea.edited = parent or ""
         # If the train.py that it edited has no row: compare with the last one kept before
         edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
@@ -137,35 +148,10 @@ def times_as_long(seconds: list[float], before: list[float]) -> float:
     return min(seconds) / max(before) if seconds and before else 1.0
 
 
-class Noise(NamedTuple):
-    """Standard deviations of val_bpb; 0.0: unknown."""
-
-    seed: float  # over seeds
-    repeats: int  # degrees of freedom of that
-    rest: float  # of a run, between commits with the same seed; equal to `seed` below KNOWN degrees of freedom
-
-    @classmethod
-    def of(cls, rows: list[dict], found: Sequence[Idea] = ()) -> "Noise":
-        """found: the ideas behind the rows. The same edit of several files, with one seed, tells `rest`, too, but not
-        how much better it suits one seed than another."""
-        (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
-        squares = rest**2 * freedom
-        single = [idea for idea in found if idea.edit and idea.same_seed and len(idea.changes) == 1]
-        for same in grouped(single, lambda idea: idea.edit).values():
-            changes = [idea.change for idea in same]
-            squares += sum((change - statistics.mean(changes)) ** 2 for change in changes) / 2  # each: of two runs
-            freedom += len(changes) - 1
-        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= KNOWN else seed)
-
-    def band(self, pairs: int = 1, same_seed: bool = True) -> float:
-        """Two standard errors of the mean difference of so many pairs of runs."""
-        return 2 * (self.rest if same_seed else self.seed) * math.sqrt(2 / max(1, pairs))
-
-
 def expect(found: list[Idea], noise: Noise) -> None:
-    """Sets `likely` of ideas that have a change, if the noise is known."""
-    changed = [idea for idea in found if idea.changes]
-    if changed and noise.seed and noise.rest:
+    """Sets `likely` of ideas that have a change whose noise is known."""
+    changed = [idea for idea in found if idea.changes and noise.band(len(idea.changes), idea.same_seed)]
+    if changed:
         errors = [noise.band(len(idea.changes), idea.same_seed) / 2 for idea in changed]
         for idea, likely in zip(changed, shrink([idea.change for idea in changed], errors), strict=True):
             idea.likely = float(likely)

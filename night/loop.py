@@ -10,16 +10,17 @@ import sys
 from contextlib import suppress
 from time import monotonic, sleep
 
-import harness
 from night import agent as agents
 from night import proposals
 from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
 from night.git import branch, git, in_history, revisions
+from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
 from night.rows import experiments, grouped, reference
 from night.run import train_options
+from night.statuses import set_status
 from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
@@ -42,14 +43,17 @@ def loop(args: argparse.Namespace) -> None:
     (base,) = revisions([reference(kind)])
     for doubt in doubts([]):
         print(doubt)
-    begins = all(row["status"] == "crash" or row["commit"] == base[0] for row in kind.rows())
-    seeds = [harness.SEED, 1, 2] if begins else [harness.SEED]  # a night begins by measuring its noise
+    # A night that begins measures its noise, while agents think
+    begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
+    noise = noise_versions(base[0], night.branch) if begins else []
+    night.noise = {commit for commit, _ in noise}
     try:
-        # Agents think while the reference trains
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*base, seed) for seed in seeds], base)[0]["status"] == "crash":
+        if trainer.train([run_of(*version) for version in [base, *noise]], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
+        for commit in night.noise:
+            set_status(commit, kind, "discard")  # one that scored lower was lucky
         with trainer.at_work():
             night.work()
     finally:
@@ -75,7 +79,7 @@ class Loop:
         self.rows: list[tuple[Run, dict]] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
-        self.resumed = False
+        self.resumed, self.noise = False, set()  # commits of `noise_versions`
         self.trained = self.crashed = 0  # runs of this night; crashes in a row
         self.refused = self.failed = 0  # in a row: edits that were refused, agents that made none
         self.busy = 0.0  # seconds with a run, summed over slots
@@ -178,7 +182,7 @@ class Loop:
 
     def dry(self) -> int:
         """Experiments since the last gain."""
-        rows = self.kind.rows()
+        rows = [row for row in self.kind.rows() if row["commit"] not in self.noise]
         kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
         return next((i for i, row in enumerate(reversed(rows)) if row["commit"] in kept), len(rows))
 

@@ -2,15 +2,29 @@
 
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 import harness
+from night.commits import commit_train, read_train
+from night.knobs import nudged
 from night.rows import grouped, place, scores
 
 ATTRIBUTION_SEEDS = 1001  # from here on
-KNOWN = 4  # degrees of freedom from which a standard deviation between versions counts
+NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, enough for other luck
+KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
+
+
+def noise_versions(base: str, branch: str) -> list[tuple[str, str]]:
+    """Commits, with subjects, that ought to score as `base` does: by how much they do not, changes can be judged."""
+    text, found = read_train(base), []
+    for factor in NUDGES:
+        if (other := nudged(text, factor)) != text:
+            subject = f"noise: constants x {factor}"
+            found.append((commit_train(base, other, subject, f"{branch}-noise/"), subject))
+    return found
 
 
 def with_error(values: Collection[float], form: str, error_form: str) -> str:
@@ -46,8 +60,33 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     return (math.sqrt(((bpb - means @ fit) ** 2).sum() / freedom), freedom) if freedom else (0.0, 0)
 
 
-def version_noise(row: dict) -> tuple[float, str]:
-    """The standard deviation of a run that counts where versions are compared with one seed, and whose it is. A seed's
-    is larger, as it has what the seed does to all versions alike; it serves until the other is known."""
-    rest, freedom = seed_noise(row, same_seed=True)
-    return (rest, "between versions with one seed") if freedom >= KNOWN else (seed_noise(row)[0], "of a seed")
+class Noise(NamedTuple):
+    """Standard deviations of val_bpb; 0.0: unknown."""
+
+    seed: float  # over seeds
+    repeats: int  # degrees of freedom of that
+    rest: float  # of a run, between commits with the same seed; equal to `seed` below KNOWN degrees of freedom
+
+    @classmethod
+    def of(cls, rows: list[dict], found: Sequence = ()) -> "Noise":
+        """found: the ideas behind the rows. With one seed, `rest` is also told by edits that change nothing that
+        matters, and by the same edit of several files, though not how much better it suits one seed than another."""
+        (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
+        squares = rest**2 * freedom
+        single = [idea for idea in found if idea.edit and idea.same_seed and len(idea.changes) == 1]
+        by_edit = grouped([idea for idea in single if not idea.is_noise], lambda idea: idea.edit).values()
+        by_file = grouped([idea for idea in single if idea.is_noise], lambda idea: idea.edited).values()
+        groups = [[idea.change / math.sqrt(2) for idea in same] for same in by_edit]  # a change is of two runs
+        groups += [[0.0, *(idea.change for idea in same)] for same in by_file]  # these share the run of their file
+        for group in groups:
+            squares += sum((value - statistics.mean(group)) ** 2 for value in group)
+            freedom += len(group) - 1
+        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= KNOWN else seed)
+
+    @property
+    def whose(self) -> str:
+        return "of a seed" if self.rest == self.seed else "between versions with one seed"
+
+    def band(self, pairs: int = 1, same_seed: bool = True) -> float:
+        """Two standard errors of the mean difference of so many pairs of runs."""
+        return 2 * (self.rest if same_seed else self.seed) * math.sqrt(2 / max(1, pairs))

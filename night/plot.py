@@ -11,7 +11,8 @@ import numpy as np
 
 import harness
 from night.git import commit_of, in_history
-from night.noise import version_noise
+from night.ideas import ideas
+from night.noise import Noise
 from night.records import curve, curve_of, record_of, run_seconds
 from night.rows import arms, baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
@@ -68,10 +69,10 @@ def plot_chart(rows: list[dict], path: Path) -> None:
 
 def plot_arms(groups: list[list[dict]]) -> None:
     """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- the
-    standard deviation of `version_noise`, over its runs and over the minutes they took."""
+    standard deviation that counts for changes, over its runs and over the minutes they took."""
     figure, axes = new_figure(len(groups), 2)
     for (left, right), group in zip(axes, groups, strict=True):
-        noise, _ = version_noise(group[0])
+        noise = noise_of(group).rest
         first = baseline(one_seed(group))["val_bpb"] or np.nan
         for color, (name, rows) in enumerate(arms(group).items()):
             scores = np.array([row["val_bpb"] or np.nan for row in rows])
@@ -89,6 +90,12 @@ def plot_arms(groups: list[list[dict]]) -> None:
         left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
         right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     save(figure, "arms.png")
+
+
+def noise_of(rows: list[dict]) -> Noise:
+    with suppress(OSError, subprocess.CalledProcessError):  # no git
+        return Noise.of(rows, ideas(rows))
+    return Noise.of(rows)
 
 
 def trained(row: dict) -> list[float]:
@@ -123,10 +130,10 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        noise, of_what = version_noise(rows[0])
-        if noise:
-            band = lowest[-1] - 2 * noise, lowest[-1] + 2 * noise
-            ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {of_what}")
+        noise = noise_of(rows)
+        if noise.rest:
+            band = lowest[-1] - 2 * noise.rest, lowest[-1] + 2 * noise.rest
+            ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {noise.whose}")
     ax.set(ylim=(low - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.ticklabel_format(useOffset=False)

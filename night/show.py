@@ -11,8 +11,8 @@ from contextlib import suppress
 from harness import budget_name, crashed, read_results
 from night import records
 from night.git import commit_of, in_history
-from night.ideas import Idea, Noise, expect, ideas, oddities
-from night.noise import with_error
+from night.ideas import Idea, expect, ideas, oddities
+from night.noise import Noise, with_error
 from night.rows import baseline, count_kept, experiments, grouped, place
 from prepare import PrepareError
 
@@ -57,13 +57,15 @@ def about_night(rows: list[dict]) -> str:
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
-    if noise.seed:
-        known = f"A seed's standard deviation is {noise.seed:.4f}, by {noise.repeats} repeated runs"
+    if noise.rest:
+        known, rest = [], f"between commits with the same seed is {noise.rest:.4f}, which counts for changes"
+        if noise.seed:
+            known.append(f"The standard deviation of a seed is {noise.seed:.4f}, by {noise.repeats} repeated runs.")
         if noise.rest != noise.seed:
-            known += f", and {noise.rest:.4f} between commits with the same seed, which counts for changes"
+            known.append(f"{'That' if known else 'The standard deviation'} {rest}.")
         else:
-            known += ". Changes with the same seed scatter less, by how much only other commits with these seeds tell"
-        lines.append(f"{known}. `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
+            known.append("Changes with the same seed scatter less; other commits with these seeds tell by how much.")
+        lines.append(f"{' '.join(known)} `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
         "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"

@@ -21,6 +21,7 @@ from test_wave import TWO_SLOTS, Clone
 import harness
 import prepare
 from night import clean, ideas, live, plot, records, show
+from night import noise as noises
 from night.records import Point, record_name
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
@@ -233,8 +234,8 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
     assert "9 experiments with 8 commits; 2 kept, 1 crashed." in told, told
-    assert "deviation is 0.0071, by 1 repeated runs. Changes with the same seed scatter less, by how much" in told
-    assert "tell. `~` marks changes within noise: with one seed, below 0.0200." in told
+    assert "deviation of a seed is 0.0071, by 1 repeated runs. Changes with the same seed scatter less; other" in told
+    assert "by how much. `~` marks changes within noise: with one seed, below 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert (
         "- DEPTH: 3 -> 5 -0.0050~; best 3\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800* (likely -0.0797); best 0.05\n"
@@ -254,10 +255,9 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
             one = dict(commit=name * 7, description="x", seed=seed)
             harness.log_result(val_bpb=1.2 + 0.01 * i + luck, **row | one)
         told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
-        assert ("between commits" in told) == (i == 4), "needs four degrees of freedom"
-    assert "deviation is 0.0071, by 6 repeated runs, and 0.0004 between commits with the same seed, which" in told
-    assert "counts for changes. `~` marks" in told
-    assert "with one seed, below 0.0011." in told
+        assert ("between commits" in told) == (i >= 3), "needs three degrees of freedom"
+    assert "of a seed is 0.0071, by 6 repeated runs. That between commits with the same seed is 0.0004, which" in told
+    assert "counts for changes. `~` marks changes within noise: with one seed, below 0.0011." in told
     assert "- DEPTH: 3 -> 5 -0.0050; best 5\n" in told, "noise only if each seed had its own luck"
     commit("again, seed 42", 1.296, "DEPTH = 3", "DEPTH = 5")
     told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
@@ -266,7 +266,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
     other = commit("seed 7 alone", 1.295, "LR = 0.1", "LR = 0.3", seed=7)
     told = printed(capsys, show.show, revision=None, md=True, **FIVE_MINUTES)
     assert "0.1 -> 0.3 -0.0100~" in told, f"{other} shares no seed with base"
-    noise = ideas.Noise(0.02, 6, 0.01)
+    noise = noises.Noise(0.02, 6, 0.01)
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
 
@@ -275,18 +275,18 @@ def test_the_same_edit_of_several_files_tells_the_noise_between_commits_with_one
     commits without a diff."""
 
     def idea(edit: str, *changes: float, same_seed: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(edit=edit, changes=changes, change=changes[0], same_seed=same_seed)
+        return SimpleNamespace(edit=edit, changes=changes, change=changes[0], same_seed=same_seed, is_noise=False)
 
-    monkeypatch.setattr(ideas, "seed_noise", lambda row, same_seed: (0.0, 0) if same_seed else (0.01, 2))
+    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.0, 0) if same_seed else (0.01, 2))
     luck = random.Random(1)
     found = [idea(f"+{i // 3}", i // 3 + luck.gauss(0, 0.001 * 2**0.5)) for i in range(900)]
     odd = [idea("+0", 5.0, 5.0), idea("+1", 5.0, same_seed=False), idea("", 5.0), idea("", 7.0), idea("alone", 7.0)]
-    noise = ideas.Noise.of([{}], found + odd)
+    noise = noises.Noise.of([{}], found + odd)
     assert noise == (0.01, 2, pytest.approx(0.001, rel=0.06))
-    assert ideas.Noise.of([{}], found[:6]).rest != 0.01
-    assert ideas.Noise.of([{}], found[:5]).rest == 0.01, "fewer than four degrees of freedom"
-    monkeypatch.setattr(ideas, "seed_noise", lambda row, same_seed: (0.004, 900) if same_seed else (0.01, 2))
-    assert ideas.Noise.of([{}], found).rest == pytest.approx(math.sqrt((900 * 0.004**2 + 600 * 0.001**2) / 1500), 0.01)
+    assert noises.Noise.of([{}], found[:5]).rest != 0.01
+    assert noises.Noise.of([{}], found[:4]).rest == 0.01, "fewer than three degrees of freedom"
+    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.004, 900) if same_seed else (0.01, 2))
+    assert noises.Noise.of([{}], found).rest == pytest.approx(math.sqrt((900 * 0.004**2 + 600 * 0.001**2) / 1500), 0.01)
     edited = SimpleNamespace(diff="@@ -1,0 +2 @@ class A:\n+new\n@@ -9 +9 @@ def f()\n-old\n\\ No newline")
     assert ideas.Idea.edit.fget(edited) == "+new\n-old"
 
@@ -313,7 +313,7 @@ def test_the_best_value_of_a_constant_is_the_end_of_a_chain_of_gains():
             SimpleNamespace(**same, values={"LR": tuple(pair)}, change=change, changes=[change], status=status)
             for *pair, change, status in ((*one, "discard")[:4] for one in tried)
         ]
-        return show.knob("LR", group, ideas.Noise(0.0005, 9, 0.0005)).rpartition(" ")[2]
+        return show.knob("LR", group, noises.Noise(0.0005, 9, 0.0005)).rpartition(" ")[2]
 
     assert best(("30", "29", -0.01), ("29", "28", -0.005)) == "28"
     assert best(("30", "29", -0.01), ("29", "28", 0.005), ("29", "27", -0.0005)) == "29"

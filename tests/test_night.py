@@ -23,7 +23,7 @@ import prepare
 from night import git as git_of_night
 from night import rows, statuses
 from night.__main__ import main, parse
-from night.noise import seed_noise, version_noise
+from night.noise import Noise, seed_noise
 from night.plot import plot
 from night.rows import Kind, reference
 
@@ -800,9 +800,9 @@ def test_the_band_is_that_between_versions_once_three_have_been_trained_with_thr
             harness.log_result(val_bpb=score, commit=7 * commit, seed=seed, **where)
     (chart,) = drawn()
     (band,) = [patch.get_bbox() for patch in chart.patches]
-    sd, of_what = version_noise(where)
-    assert sd == pytest.approx(0.01 * 0.5**0.5, rel=1e-6) and of_what == "between versions with one seed"
-    assert band.y1 - band.y0 == pytest.approx(4 * sd) and seed_noise(where)[0] > 10 * sd
+    noise = Noise.of([where])
+    assert noise.rest == pytest.approx(0.01 * 0.5**0.5, rel=1e-6) and noise.whose == "between versions with one seed"
+    assert band.y1 - band.y0 == pytest.approx(4 * noise.rest) and seed_noise(where)[0] > 10 * noise.rest
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
