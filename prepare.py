@@ -1,21 +1,21 @@
 """
 Turns text into token shards, and reads them: the data loader and the metric. Not edited during research.
-Based on karpathy/autoresearch's prepare.py. Its train.py runs against it where no kernels.py hides its own `kernels`.
+Based on karpathy/autoresearch's prepare.py, whose train.py runs with this file if our kernels.py is not beside it.
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders; of a copy
-                                           # of climbmix (with shard_06542.parquet) only its own .parquet
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders
 
-The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; `current` names the one
-prepared last. `.dataset`, next to this file, names this clone's.
+A folder with shard_06542.parquet counts as a copy of climbmix: only its own .parquet files are read.
+
+The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; its file `current` names the
+one prepared last. The file `.dataset`, next to this one, names the dataset of this clone.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import errno
 import fcntl
 import hashlib
 import io
@@ -51,8 +51,8 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters that the tokenizer is trained on, in total and per document. 16 / 66 / 155 M give 3.917 / 3.924 / 3.926
-# bytes per token and take 1.1 / 4.2 / 9.0 s on two cores (measured)
+# Characters that the tokenizer is trained on, in total and per document. 16, 66 and 155 M give 3.917, 3.924 and 3.926
+# bytes per token and take 1.1, 4.2 and 9.0 s on two cores (measured)
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
@@ -79,7 +79,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
 
 @contextmanager
 def evaluating(model) -> Iterator[None]:
-    """Eval mode, without gradients; then all modules as they were."""
+    """Eval mode without gradients; afterwards, each module has its old mode."""
     import torch
 
     training = [module for module in model.modules() if module.training]
@@ -198,7 +198,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Writes a binary file atomically: `path` appears, or is replaced, once all is on disk, and stays so."""
+    """Writes a binary file atomically and durably: `path` appears, or is replaced, once all of it is on disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
@@ -206,26 +206,15 @@ def new_file(path: Path) -> Iterator:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.replace(temporary, path)
-        except OSError as error:
-            if error.errno != errno.EBUSY:  # a file that is mounted, as in a container, can only be written in place
-                raise
-            shutil.copyfile(temporary, path)
-            sync(path)
-        with suppress(OSError):  # some file systems cannot
-            sync(path.parent)
+        os.replace(temporary, path)
+        with suppress(OSError):  # some file systems cannot sync a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of files, is on disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def lock(file, patience: float) -> bool:
@@ -338,7 +327,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Compare results only if their ids agree."""
+    """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Scores compare only if their ids are equal."""
     tokenizer = Tokenizer.from_directory(directory)
     train, val = (TokenStream(tokenizer, split) for split in ("train", "val"))
     checksums = train.checksums + val.checksums
@@ -352,12 +341,12 @@ HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/ti
 SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
-BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; characters of a .txt that are tokenized as one document
-Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of each, and the texts it is made from
+BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; a .txt is tokenized in documents of up to this many characters
+Files = Iterable[tuple[str, Iterable[str]]]  # the files of a dataset: name, and the texts that it is made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """Returns `label@hash` (of text and constants) and a function from num_shards (None: all) to its Files."""
+    """Returns `label@hash` (a hash of text and constants) and a function from num_shards (None: all) to Files."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -435,8 +424,8 @@ def read_parts(parts: list[tuple], repo: str = "") -> Files:
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
-    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. Of a .txt
-    that is most of the text, long spans count as documents: a page between two that train has seen scores too low."""
+    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. A long .txt
+    is first cut into spans of a twentieth of all text; not into pages, as one between two of train's is too easy."""
     total = sum(len(text) for path in paths for text in documents(path) if text)
     longest, divided = max(PASSAGE, total // 20), set()
 
@@ -499,7 +488,7 @@ def documents(path: Path) -> Iterator[str | None]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """A text cut at the last newline within each PASSAGE characters, or after them."""
+    """Cuts a text at the last newline within each PASSAGE characters or, if there is none, after them."""
     return (part[0] for part in re.finditer(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text))
 
 
@@ -552,8 +541,8 @@ def check_hub(endpoint: str) -> None:
     thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
     thread.start()
     thread.join(timeout=6)
-    for problem in problems:
-        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
+    if problems:
+        raise Unreachable(f"cannot reach {endpoint} ({problems[0]}): go online, {ELSEWHERE}")
 
 
 def download(path: Path, repo: str) -> None:
@@ -587,8 +576,8 @@ def download(path: Path, repo: str) -> None:
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
-    and arguments, that is what is ready, else `embedded`."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. If there is no
+    network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
@@ -641,7 +630,7 @@ def make(data: str, num_shards: int | None) -> Path:
 
 
 def default_shards(data: str, name: str) -> int | None:
-    """As many as the current dataset has; from the hub, at least what five minutes on this GPU consume. None: all."""
+    """As many as the current dataset has; from the hub, at least as many as five minutes consume. None: all."""
     have = 0
     with suppress(PrepareError):
         own, _, shards = current_dataset().name.rpartition("x")
@@ -688,7 +677,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
 
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """Writes a token shard. In threads, since tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
+    """Writes a token shard. Threads suffice, as tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
     bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
 
     def encode(batch):
