@@ -235,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
         early, late = row_scale, torch.ones_like(row_scale)
-        if x.dtype == torch.float16:  # scale late, or gradients would underflow
+        if x.dtype == torch.float16:  # late, or gradients would underflow
             early, late = late, row_scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
         losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
