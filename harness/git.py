@@ -13,9 +13,8 @@ DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a
 
 
 def git_head() -> tuple[str, str]:
-    """The commit and the description of a run that starts now (under night: as of its start): HEAD's short hash, with
-    + if files that decide the number are not as committed, and its subject, which then names them. 0000000 and ""
-    without git."""
+    """Commit and description for the row of a run that starts now; under night, those of its start. If decisive files
+    are not as committed, the commit ends with + and the description names them. 0000000 and "" without git."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
@@ -37,8 +36,8 @@ def uncommitted() -> list[str]:
     return changed + [name for name in new if name.endswith(".py")]
 
 
-# Variables that would send our git calls to another repository, index or work tree: a hook or an alias sets them. Not
-# GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS: a container may say by them that the clone is a safe.directory
+# Variables, set by a hook or an alias, that would send our git calls to another repository, index or work tree. Not
+# among them: GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS, by which a container may make the clone a safe.directory
 GIT_PLACES = """GIT_DIR GIT_WORK_TREE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY
 GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_QUARANTINE_PATH GIT_PREFIX GIT_INTERNAL_SUPER_PREFIX GIT_NAMESPACE GIT_CONFIG
 GIT_GRAFT_FILE GIT_SHALLOW_FILE GIT_REPLACE_REF_BASE GIT_NO_REPLACE_OBJECTS""".split()

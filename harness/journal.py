@@ -20,7 +20,7 @@ from harness.git import run_git
 
 @functools.cache
 def journal_of(log: Path) -> Path:
-    """Where the journal of a log is, by worktree; /dev/null without git."""
+    """The path of a log's journal, in the git directory of its worktree; /dev/null without git."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         out = run_git("rev-parse", "--show-prefix", "--git-path", ".", cwd=log.parent, timeout=10).stdout
         prefix, folder = os.fsdecode(out).removesuffix("\n").split("\n")
@@ -58,8 +58,8 @@ def append(file, lines: list[str]) -> None:
 
 
 def repair(own: list[dict], rows: list[dict]) -> int:
-    """Puts those of the remembered rows that a log has lost at its end, and a person's word on those that it has kept;
-    returns how many. A log that has rows, but none of these, is another one that somebody put there."""
+    """Appends the remembered rows that a log has lost, and sets each status that a person had decided; returns how many
+    rows that were. A log with rows, but none of these, is another log that somebody put there: it stays as it is."""
     left = Counter(map(identity, own))
     if own and not any(identity(row) in left for row in rows):
         return 0
