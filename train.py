@@ -287,7 +287,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, factor = config.n_embd, 2 if config.num_experts else 4
-        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # in squares
+        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # squares
         self.c_proj = block_linear(factor * C, C, 0, split=(C, -1))
 
     def forward(self, x):
