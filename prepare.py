@@ -136,7 +136,7 @@ class TokenStream:
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
     """Endless (start, epoch) of windows of T + 1 tokens that overlap by one; same order for every seed and epoch."""
-    random = np.random.RandomState(1)  # NumPy keeps its stream stable, unlike default_rng's
+    random = np.random.RandomState(1)  # its stream is the same in all NumPy versions
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
     order = random.permutation(count) if shuffle else range(count)
@@ -357,7 +357,8 @@ def find_source(data: str) -> tuple[str, Callable]:
     return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", files
 
 
-def find_folder(folder: Path):
+def find_folder(folder: Path) -> tuple[str, list, Callable]:
+    """Label, what to hash, and the function from num_shards to Files, of a folder of the user's."""
     if not folder.is_dir():
         raise PrepareError(f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}: check the spelling")
     files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
@@ -383,7 +384,7 @@ def find_folder(folder: Path):
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
-    """Returns (path, start, stop) for test, val and each train shard: documents [start, stop) of that path."""
+    """(path, start, stop) for test, val and each train shard: it gets documents [start, stop) of that path."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -399,8 +400,8 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """VAL_FILE is val, TEST_FILE test. Without that, test is the end of the last train file: 5% of all documents, or
-    the whole file if it has fewer."""
+    """The same for a copy of climbmix: val is VAL_FILE, test is TEST_FILE or, without one, the end of the last train
+    file: 5% of all documents, or the whole file if it has fewer."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -412,7 +413,7 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple
 
 
 def read_parts(parts: list[tuple], repo: str = "") -> Files:
-    """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
+    """Files made from such parts. The tokenizer sees the first train shard only, whatever the number of shards."""
 
     def texts(path, start, stop):
         if not path.exists():
@@ -480,7 +481,7 @@ def documents(path: Path) -> Iterator[str | None]:
         yield from filter(None, ((path / name).read_text("utf-8-sig", "replace") for name in names))
     else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        for document in data.split(b"<|endoftext|>"):  # one by one: a single emoji makes a str 4 bytes per letter
+        for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
             try:
                 yield document.decode().strip(BOM + "\n")
             except UnicodeDecodeError:
@@ -526,7 +527,7 @@ class Unreachable(PrepareError):
 
 @cache
 def check_hub(endpoint: str) -> None:
-    """Raises Unreachable if the hub does not answer within 6 s. In a thread, since a DNS lookup has no timeout."""
+    """Raises Unreachable if the hub does not answer within 6 s. Asks in a thread, as a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
     problems = ["no answer within 6 s"]
@@ -546,7 +547,7 @@ def check_hub(endpoint: str) -> None:
 
 
 def download(path: Path, repo: str) -> None:
-    """hf_hub_download resumes a broken transfer and obeys Retry-After; other passing failures are retried here."""
+    """Retries what hf_hub_download does not: it resumes a broken transfer and obeys Retry-After."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download
@@ -554,13 +555,13 @@ def download(path: Path, repo: str) -> None:
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     check_hub(endpoint)
     for attempt in range(ATTEMPTS):
-        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # what interrupted runs and attempts have left
+        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # left by interrupted runs and attempts
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
             next(parquet_column(path), None)  # raises if it is not a parquet file
             return
-        except Exception as error:  # of requests, httpx or huggingface_hub
-            if getattr(error, "errno", None):  # of the disk
+        except Exception as error:  # from requests, httpx or huggingface_hub
+            if getattr(error, "errno", None):  # from the disk
                 raise
             path.unlink(missing_ok=True)  # not parquet
             response = getattr(cause := error.__cause__ or error, "response", None)
