@@ -84,7 +84,7 @@ class Referee(Predictor):
     def run(self) -> None:
         try:
             while len(self.scores) < len(self.text):
-                self.take(self.hear())
+                self.handle(self.receive())
             self.row = dict(tokens_M=self.tokens / 1e6, memory_gb=self.memory / 2**30, **self.scores)
         except (EOFError, OSError):  # the run has ended
             pass
@@ -100,7 +100,7 @@ class Referee(Predictor):
         self.theirs.close()
         self.thread.join(patience)
 
-    def hear(self) -> dict:
+    def receive(self) -> dict:
         """The next message; {}: a row of logits is ready. Raises Unscorable with the reason if the run has failed."""
         message = json.loads(self.channel.recv_bytes(MESSAGE) or b"{}")
         if "reason" in message:
@@ -109,7 +109,7 @@ class Referee(Predictor):
             raise Unscorable(f"{message} has no number of tokens or bytes")
         return message
 
-    def take(self, message: dict) -> None:
+    def handle(self, message: dict) -> None:
         if "tokens" in message:  # 0 when the first step begins, then the total after the last
             self.tokens, self.began = message["tokens"], self.began or time.monotonic()
         if "split" in message:
@@ -142,7 +142,7 @@ class Referee(Predictor):
     def rows(self, x):
         self.channel.send(x.cpu().numpy())
         for _ in x:
-            self.hear()
+            self.receive()
             self.answered = self.answered or time.monotonic()
             if os.preadv(self.logits, [self.copy.numpy()], 0) < self.copy.nbytes:
                 raise Unscorable("the logits are gone")

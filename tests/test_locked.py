@@ -79,7 +79,7 @@ LIES = {
     "replaces_the_score": ("harness.experiment.score = lambda *_: 0.1", "no row"),
     "replaces_the_referee": (
         "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
-        "remote.Referee.score = remote.Referee.take = lambda *_: 0.1",
+        "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
         SCORED,
     ),
     "replaces_the_text": ("prepare.eval_batches = prepare.TokenStream.read = None", SCORED),
