@@ -434,7 +434,8 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
         for path in paths:
             for text in filter(None, documents(path)):
                 spans = [[text]] if is_parquet(path) else [*batches(passages(text), longest)]
-                divided.update([path.name] * (len(spans) > 1))
+                if len(spans) > 1:
+                    divided.add(path.name)
                 yield from ((hashlib.sha256("".join(span).encode()).digest()[:8], span) for span in spans)
 
     def in_order(chosen):
