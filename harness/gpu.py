@@ -83,11 +83,11 @@ def gpu_name(name: str | None = None) -> str:
     without FlashAttention-3 is slower, so it counts as another GPU, unless it imitates one that never uses it."""
     import torch
 
-    gpu, lent = imitate(name), f" as {name}" if name else ""
+    gpu, imitated = imitate(name), f" as {name}" if name else ""
     if this_gpu().capability is None:
-        return f"cpu{lent}"
+        return f"cpu{imitated}"
     slower = ", without FA3" if gpu.capability == (9, 0) and not gpu.has_fa3 else ""
-    return torch.cuda.get_device_name() + slower + lent
+    return torch.cuda.get_device_name() + slower + imitated
 
 
 def fa3_installed() -> bool:

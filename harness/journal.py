@@ -57,20 +57,20 @@ def append(file, lines: list[str]) -> None:
     os.fsync(file.fileno())
 
 
-def repair(own: list[dict], rows: list[dict]) -> int:
-    """Appends the remembered rows that a log has lost, and sets each status that a person had decided; returns how many
-    rows that were. A log with rows, but none of these, is another log that somebody put there: it stays as it is."""
-    left = Counter(map(identity, own))
-    if own and not any(identity(row) in left for row in rows):
+def repair(log: list[dict], journal: list[dict]) -> int:
+    """Appends the rows that a log has lost, and sets each status that a person had decided; returns how many rows that
+    were. A log with rows, but none of the journal's, is another log that somebody put there: it stays as it is."""
+    found = Counter(map(identity, log))
+    if log and not any(identity(row) in found for row in journal):
         return 0
-    words = {identity(row): row for row in rows if row["by"] == "person"}
-    overruled = [row for row in own if identity(row) in words and row["by"] != "person"]
+    decided = {identity(row): row for row in journal if row["by"] == "person"}
+    overruled = [row for row in log if identity(row) in decided and row["by"] != "person"]
     for row in overruled:
-        row |= {key: words[identity(row)][key] for key in ("status", "by")}
+        row |= {key: decided[identity(row)][key] for key in ("status", "by")}
     lost = []
-    for row in rows:
-        left[identity(row)] -= 1
-        if left[identity(row)] < 0:
+    for row in journal:
+        found[identity(row)] -= 1
+        if found[identity(row)] < 0:
             lost.append(row)
-    own += lost
+    log += lost
     return len(lost) + len(overruled)

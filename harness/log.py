@@ -121,8 +121,8 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))  # as it will be read
     with edit_for(row, path) as rows:
         same = comparable(rows, row)
-        words = [other["status"] for other in same if other["commit"] == row["commit"] and other["by"] == "person"]
-        if status == "discard" and words[-1:] == ["discard"]:
+        verdicts = [other["status"] for other in same if other["commit"] == row["commit"] and other["by"] == "person"]
+        if status == "discard" and verdicts[-1:] == ["discard"]:
             row["by"] = "person"
         elif status == "discard" and row["val_bpb"] < (lowest(same, row["seed"]) if to_beat is None else to_beat):
             row["status"] = "keep"
