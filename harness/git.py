@@ -13,8 +13,9 @@ DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a
 
 
 def git_head() -> tuple[str, str]:
-    """Commit and description for the row of a run that starts now; under night, those of its start. If decisive files
-    are not as committed, the commit ends with + and the description names them. 0000000 and "" without git."""
+    """The commit and the description of a run that starts now (under night: as of its start): HEAD's short hash, with
+    + if files that decide the number are not as committed, and its subject, which then names them. 0000000 and ""
+    without git."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
