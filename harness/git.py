@@ -37,8 +37,8 @@ def uncommitted() -> list[str]:
     return changed + [name for name in new if name.endswith(".py")]
 
 
-# Variables, set by a hook or an alias, that would send our git calls to another repository, index or work tree. Not
-# among them: GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS, by which a container may make the clone a safe.directory
+# Variables that would send our git calls to another repository, index or work tree: a hook or an alias sets them. Not
+# GIT_CONFIG_COUNT and GIT_CONFIG_PARAMETERS: a container may say by them that the clone is a safe.directory
 GIT_PLACES = """GIT_DIR GIT_WORK_TREE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_COMMON_DIR GIT_OBJECT_DIRECTORY
 GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_QUARANTINE_PATH GIT_PREFIX GIT_INTERNAL_SUPER_PREFIX GIT_NAMESPACE GIT_CONFIG
 GIT_GRAFT_FILE GIT_SHALLOW_FILE GIT_REPLACE_REF_BASE GIT_NO_REPLACE_OBJECTS""".split()
