@@ -27,7 +27,7 @@ EMPTY |= dict(reason="", by="")
 
 
 def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
-    """The row that a line holds; None if it holds none."""
+    """The row of a line; None if it is no row."""
     with suppress(ValueError):
         row = EMPTY | dict(zip(columns, map(clean, line.split("\t")), strict=True))
         if columns == EIGHT:
