@@ -1,7 +1,7 @@
 """Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
-sums of rows. None depends on GPT, data or GPU names; the sections share only what precedes the first.
+sums of rows. None knows the model, the data or GPU names; the sections share only what precedes the first.
 
-torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, everything runs without Triton.
+torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, all run without Triton.
 """
 
 from __future__ import annotations  # annotations mention tl even without Triton
@@ -23,7 +23,7 @@ jit = triton.jit if triton else lambda function: function
 
 
 def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13, only x's type shows AOTAutograd."""
+    """Whether torch.compile is tracing. Before torch 2.13, only x's type tells of AOTAutograd."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -51,8 +51,8 @@ def _check_devices(first, *others):
 
 @jit
 def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, for exp2. TANH_UNIT: tanh in one
-    instruction, relative error 5e-4 (bf16 logits: 4e-3). Else in two, absolute error 1e-7."""
+    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, as exp2 needs. TANH_UNIT: one tanh
+    instruction, relative error 5e-4 (rounding logits to bf16: 4e-3). Otherwise two, absolute error 1e-7."""
     if cap is not None:  # shift is 0
         if TANH_UNIT:
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
@@ -120,7 +120,7 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
     gets the gradient of sum(row_scale * losses + lse_scale * lse)."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, up to 32 columns per thread
-    if v > 16384:  # larger blocks would spill registers, with unaligned loads sooner
+    if v > 16384:  # larger blocks would spill registers, sooner if loads are unaligned
         block = 16384 if v % 16 == 0 else 8192
     warps = 16 if v > 16384 else max(1, block // 1024)
     compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter cannot run PTX
@@ -154,19 +154,19 @@ def _rows(logits, *args):
 
 
 def _may_overwrite(saved):
-    """Not if this backward is being traced or may run again."""
+    """Whether a backward may overwrite what it saved: not if it is traced or may run again."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
     return not (_tracing(saved) or torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _scaled(grad, factor):
-    factor = factor.view(1)  # a factor () would be rounded to grad's dtype first
+    factor = factor.view(1)  # a factor of shape () would be rounded to grad's dtype first
     return grad.mul_(factor) if _may_overwrite(grad) else (grad * factor).to(grad.dtype)
 
 
 def _chunk_rows(n, v, itemsize, device):
-    """About 64 rows per multiprocessor, at least 4096, at most 1 GiB."""
+    """Rows of logits per chunk: 64 per multiprocessor, at least 4096, at most 1 GiB."""
     if device.type != "cuda":
         return min(max(n, 1), 512)
     rows = max(4096, torch.cuda.get_device_properties(device).multi_processor_count * 64 // 1024 * 1024)
@@ -176,7 +176,7 @@ def _chunk_rows(n, v, itemsize, device):
 
 def _addmm_(out, a, b, *, beta, alpha):
     """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
-    if a.is_cuda:  # batched: addmm adds an fp16 product only to fp16
+    if a.is_cuda:  # addmm adds fp16 products only to fp16
         out = out[None]
         torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
     else:
@@ -184,7 +184,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw is fp32, as it sums up chunks; for at most two, bf16 if x and weight are."""
+    """Empty losses, lse, dx, dw. dw sums up chunks in fp32; up to two in bf16, if x and weight are bf16."""
     (n, _), v, dw_dtype = x.shape, weight.shape[0], torch.float32  # len(x) would specialize a compiled graph
     if x.dtype == weight.dtype == torch.bfloat16 and n <= 2 * _chunk_rows(n, v, x.itemsize, x.device):
         dw_dtype = torch.bfloat16
@@ -205,7 +205,7 @@ def _linear_cross_entropy(
     w = weight.to(x.dtype)
     if not x.is_cuda:  # few CPUs multiply bf16 or fp16 fast
         x, w = x.float(), w.float()
-    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # the largest power of two that fits in fp16, as |g| <= 1
+    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # |g| <= 1, so this is the largest power of two that fits
     row_scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
@@ -229,13 +229,13 @@ def _(x, weight, *args):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """If reduce: row_scale times the sum of the losses; the forward computes the gradients. Else losses and lse, whose
-    weights only the backward knows: it computes the logits again."""
+    """If reduce: row_scale times the sum of losses; the forward computes the gradients. Else losses and lse: only the
+    backward knows their weights, so it computes the logits again."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
         early, late = row_scale, torch.ones_like(row_scale)
-        if x.dtype == torch.float16:  # lest gradients underflow
+        if x.dtype == torch.float16:  # late, or gradients would underflow
             early, late = late, row_scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
         losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
@@ -285,7 +285,7 @@ def _cross_entropy_backward(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses and lse. The backward computes the gradient: one rounding, three passes over (N, V)."""
+    """Losses and lse. The backward computes the gradient, rounded once: three passes over (N, V)."""
 
     @staticmethod
     def forward(ctx, logits, targets, softcap, ignore_index, inplace):
@@ -323,7 +323,7 @@ def fused_linear_cross_entropy(
 
     The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
     return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, ignored or
-    not: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' costs a fourth GEMM."""
+    not: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' has a fourth GEMM."""
     _check_devices(x, weight, targets)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -341,8 +341,8 @@ def fused_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softcap(logits): logits (..., V), targets (...) -> fp32 () or, for 'none', (N,).
 
-    Like F.cross_entropy, but for the default of ignore_index; return_lse as above. If inplace, an eager backward
-    overwrites the logits with their gradient."""
+    Like F.cross_entropy but for the default of ignore_index; return_lse as above. If inplace, an eager backward writes
+    the gradient over the logits."""
     _check_devices(logits, targets)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logits, targets, row_scale, *options, reduce = _flatten(logits, targets, softcap, ignore_index, reduction)
@@ -373,7 +373,7 @@ def _check_format(shape, quant_type, block_size):
 @functools.cache
 def _bitsandbytes():
     """bitsandbytes' ops, imported on first use: it takes a second."""
-    # on some CPUs it mistakes this file for Hugging Face's package `kernels`, and warns
+    # on some CPUs it takes this file for the package `kernels`, and warns
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes  # noqa: F401, registers the ops
 
@@ -385,7 +385,7 @@ def quantize_4bit(
     w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    check_finite waits for the GPU and raises ValueError; without it, a block with NaN or inf has such an absmax."""
+    check_finite: raise ValueError for NaN or inf, which waits for the GPU. Otherwise they show in absmax."""
     _check_format(w.shape, quant_type, block_size)
     if w.dtype not in FLOATS:
         raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
@@ -433,7 +433,7 @@ def dequantize_4bit(
     packed: Tensor, absmax: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quant_type: str = "nf4",
     block_size: int = 64,
 ) -> Tensor:  # fmt: skip
-    """Inverse of `quantize_4bit`: weights of `shape`, code * absmax computed in fp32 and rounded once to `dtype`."""
+    """Inverse of `quantize_4bit`: weights of `shape`, code * absmax in fp32, rounded once."""
     _check_format(shape, quant_type, block_size)
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
@@ -459,14 +459,14 @@ def _matmul_4bit(
     return F.linear(x, w, bias) if transpose else x @ w
 
 
-_OP = "autoresearch::matmul_4bit"  # torch.library.custom_op triples a call's host time
+_OP = "autoresearch::matmul_4bit"  # torch.library.custom_op would triple a call's host time
 torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
 torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
 
 
 def _fastest(x):
-    """The op under torch.compile, else the plain function, which saves the dispatcher's host time."""
+    """Under torch.compile the op, else the plain function, without the dispatcher's host time."""
     return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
@@ -522,13 +522,13 @@ class Linear4bit(nn.Module):
         return layer
 
     def _apply(self, fn, recurse=True):
-        absmax = fn(self.absmax.view(torch.int32)).view(torch.float32)  # half() and the like cast no integers
+        absmax = fn(self.absmax.view(torch.int32)).view(torch.float32)  # as integers: half() must not cast it
         super()._apply(fn, recurse).absmax = absmax
         return self
 
     @torch.no_grad()
     def requantize_(self) -> None:
-        """Quantizes `weight` into the existing buffers without waiting for the GPU: NaN and inf show in the outputs."""
+        """Quantizes `weight` into the buffers without waiting for the GPU: NaN and inf show in the outputs."""
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
@@ -552,7 +552,7 @@ class Linear4bit(nn.Module):
 def _row_adam_kernel(
     table, state, ids, order, grads, lr, beta2, half_lr, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per sorted id. The first program of each row sums its gradients, four at a time, and updates it."""
+    """One program per sorted id. A row's first program sums its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
     row = tl.load(ids + place)
     if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
@@ -580,7 +580,7 @@ def _row_adam_kernel(
 
 
 def _row_adam_triton(table, state, ids, grads, *scalars):
-    ids, order = ids.sort(stable=True)  # a fixed order: reproducible
+    ids, order = ids.sort(stable=True)  # stable: a fixed order of additions
     (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
     _row_adam_kernel[(n,)](table, state, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
@@ -607,7 +607,7 @@ def row_adam_(
     """Adam without momentum, in place, on the rows of table (R, C) that a batch touched; one second moment per row.
 
     grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. state
-    (R, 2), fp32, from zeros: a row's second moment and number n of updates. Its rate is lr / (1 + n / half_lr), its
+    (R, 2), fp32, starts at 0: a row's second moment and number n of updates. Its rate is lr / (1 + n / half_lr), its
     first step has RMS lr. A row whose gradient is not finite is left alone; so are all if found_inf is not 0."""
     _check_devices(table, state, ids, grads, loss_scale, found_inf)
     (r, c), stored = table.shape, (table.stride(), state.shape, state.is_contiguous(), grads.shape)

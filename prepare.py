@@ -1,21 +1,21 @@
 """
 Turns text into token shards, and reads them: the data loader and the metric. Not edited during research.
-Based on karpathy/autoresearch's prepare.py. Its train.py runs against it where no kernels.py hides its own `kernels`.
+Based on karpathy/autoresearch's prepare.py, whose train.py runs with this file if our kernels.py is not beside it.
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt in a folder and its subfolders; of a copy
-                                           # of climbmix (with shard_06542.parquet) only its own .parquet
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders
 
-The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; `current` names the one
-prepared last. `.dataset`, next to this file, names this clone's.
+A folder with shard_06542.parquet counts as a copy of climbmix: only its own .parquet files are read.
+
+The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; its file `current` names the
+one prepared last. The file `.dataset`, next to this one, names the dataset of this clone.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import errno
 import fcntl
 import hashlib
 import io
@@ -51,8 +51,8 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters that the tokenizer is trained on, in total and per document. 16 / 66 / 155 M give 3.917 / 3.924 / 3.926
-# bytes per token and take 1.1 / 4.2 / 9.0 s on two cores (measured)
+# Characters that the tokenizer is trained on, in total and per document. 16, 66 and 155 M give 3.917, 3.924 and 3.926
+# bytes per token and take 1.1, 4.2 and 9.0 s on two cores (measured)
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
@@ -79,7 +79,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
 
 @contextmanager
 def evaluating(model) -> Iterator[None]:
-    """Eval mode, without gradients; then all modules as they were."""
+    """Eval mode without gradients; afterwards, each module has its old mode."""
     import torch
 
     training = [module for module in model.modules() if module.training]
@@ -136,7 +136,7 @@ class TokenStream:
 
 def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
     """Endless (start, epoch) of windows of T + 1 tokens that overlap by one; same order for every seed and epoch."""
-    random = np.random.RandomState(1)  # NumPy keeps its stream stable, unlike default_rng's
+    random = np.random.RandomState(1)  # its stream is the same in all NumPy versions
     offset = random.randint(min(T, total - T)) if shuffle else 0
     count = (total - 1 - offset) // T
     order = random.permutation(count) if shuffle else range(count)
@@ -198,7 +198,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Writes a binary file atomically: `path` appears, or is replaced, once all is on disk, and stays so."""
+    """Writes a binary file atomically and durably: `path` appears, or is replaced, once all of it is on disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
@@ -206,26 +206,15 @@ def new_file(path: Path) -> Iterator:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.replace(temporary, path)
-        except OSError as error:
-            if error.errno != errno.EBUSY:  # a file that is mounted, as in a container, can only be written in place
-                raise
-            shutil.copyfile(temporary, path)
-            sync(path)
-        with suppress(OSError):  # some file systems cannot
-            sync(path.parent)
+        os.replace(temporary, path)
+        with suppress(OSError):  # some file systems cannot sync a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of files, is on disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def lock(file, patience: float) -> bool:
@@ -338,7 +327,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
 
 
 def dataset_id(directory: Path | None = None) -> str:
-    """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Compare results only if their ids agree."""
+    """Name and hash of all train and val tokens: `climbmix-1a2b3c4d`. Scores compare only if their ids are equal."""
     tokenizer = Tokenizer.from_directory(directory)
     train, val = (TokenStream(tokenizer, split) for split in ("train", "val"))
     checksums = train.checksums + val.checksums
@@ -352,12 +341,12 @@ HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/ti
 SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
-BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; characters of a .txt that are tokenized as one document
-Files = Iterable[tuple[str, Iterable[str]]]  # a dataset's files: the name of each, and the texts it is made from
+BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; a .txt is tokenized in documents of up to this many characters
+Files = Iterable[tuple[str, Iterable[str]]]  # the files of a dataset: name, and the texts that it is made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """Returns `label@hash` (of text and constants) and a function from num_shards (None: all) to its Files."""
+    """Returns `label@hash` (a hash of text and constants) and a function from num_shards (None: all) to Files."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
         label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
@@ -368,7 +357,8 @@ def find_source(data: str) -> tuple[str, Callable]:
     return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", files
 
 
-def find_folder(folder: Path):
+def find_folder(folder: Path) -> tuple[str, list, Callable]:
+    """Label, what to hash, and the function from num_shards to Files, of a folder of the user's."""
     if not folder.is_dir():
         raise PrepareError(f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}: check the spelling")
     files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
@@ -394,7 +384,7 @@ def find_folder(folder: Path):
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
-    """Returns (path, start, stop) for test, val and each train shard: documents [start, stop) of that path."""
+    """(path, start, stop) for test, val and each train shard: it gets documents [start, stop) of that path."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
         train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
@@ -410,8 +400,8 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """VAL_FILE is val, TEST_FILE test. Without that, test is the end of the last train file: 5% of all documents, or
-    the whole file if it has fewer."""
+    """The same for a copy of climbmix: val is VAL_FILE, test is TEST_FILE or, without one, the end of the last train
+    file: 5% of all documents, or the whole file if it has fewer."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
@@ -423,7 +413,7 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple
 
 
 def read_parts(parts: list[tuple], repo: str = "") -> Files:
-    """Files made from parts. The tokenizer sees the first train shard only, whatever the number of shards."""
+    """Files made from such parts. The tokenizer sees the first train shard only, whatever the number of shards."""
 
     def texts(path, start, stop):
         if not path.exists():
@@ -435,8 +425,8 @@ def read_parts(parts: list[tuple], repo: str = "") -> Files:
 
 
 def own_files(paths: list[Path], num_shards: int | None) -> Files:
-    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. Of a .txt
-    that is most of the text, long spans count as documents: a page between two that train has seen scores too low."""
+    """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. A long .txt
+    is first cut into spans of a twentieth of all text; not into pages, as one between two of train's is too easy."""
     total = sum(len(text) for path in paths for text in documents(path) if text)
     longest, divided = max(PASSAGE, total // 20), set()
 
@@ -444,7 +434,8 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
         for path in paths:
             for text in filter(None, documents(path)):
                 spans = [[text]] if is_parquet(path) else [*batches(passages(text), longest)]
-                divided.update([path.name] * (len(spans) > 1))
+                if len(spans) > 1:
+                    divided.add(path.name)
                 yield from ((hashlib.sha256("".join(span).encode()).digest()[:8], span) for span in spans)
 
     def in_order(chosen):
@@ -491,7 +482,7 @@ def documents(path: Path) -> Iterator[str | None]:
         yield from filter(None, ((path / name).read_text("utf-8-sig", "replace") for name in names))
     else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        for document in data.split(b"<|endoftext|>"):  # one by one: a single emoji makes a str 4 bytes per letter
+        for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
             try:
                 yield document.decode().strip(BOM + "\n")
             except UnicodeDecodeError:
@@ -499,7 +490,7 @@ def documents(path: Path) -> Iterator[str | None]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """A text cut at the last newline within each PASSAGE characters, or after them."""
+    """Cuts a text at the last newline within each PASSAGE characters or, if there is none, after them."""
     return (part[0] for part in re.finditer(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text))
 
 
@@ -537,7 +528,7 @@ class Unreachable(PrepareError):
 
 @cache
 def check_hub(endpoint: str) -> None:
-    """Raises Unreachable if the hub does not answer within 6 s. In a thread, since a DNS lookup has no timeout."""
+    """Raises Unreachable if the hub does not answer within 6 s. Asks in a thread, as a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
     problems = ["no answer within 6 s"]
@@ -552,12 +543,12 @@ def check_hub(endpoint: str) -> None:
     thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
     thread.start()
     thread.join(timeout=6)
-    for problem in problems:
-        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
+    if problems:
+        raise Unreachable(f"cannot reach {endpoint} ({problems[0]}): go online, {ELSEWHERE}")
 
 
 def download(path: Path, repo: str) -> None:
-    """hf_hub_download resumes a broken transfer and obeys Retry-After; other passing failures are retried here."""
+    """Retries what hf_hub_download does not: it resumes a broken transfer and obeys Retry-After."""
     for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
         os.environ.setdefault(name, "1")
     from huggingface_hub import hf_hub_download
@@ -565,13 +556,13 @@ def download(path: Path, repo: str) -> None:
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     check_hub(endpoint)
     for attempt in range(ATTEMPTS):
-        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # what interrupted runs and attempts have left
+        shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # left by interrupted runs and attempts
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
             next(parquet_column(path), None)  # raises if it is not a parquet file
             return
-        except Exception as error:  # of requests, httpx or huggingface_hub
-            if getattr(error, "errno", None):  # of the disk
+        except Exception as error:  # from requests, httpx or huggingface_hub
+            if getattr(error, "errno", None):  # from the disk
                 raise
             path.unlink(missing_ok=True)  # not parquet
             response = getattr(cause := error.__cause__ or error, "response", None)
@@ -587,8 +578,8 @@ def download(path: Path, repo: str) -> None:
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
-    and arguments, that is what is ready, else `embedded`."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. If there is no
+    network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     own = read(DATASET)
@@ -641,7 +632,7 @@ def make(data: str, num_shards: int | None) -> Path:
 
 
 def default_shards(data: str, name: str) -> int | None:
-    """As many as the current dataset has; from the hub, at least what five minutes on this GPU consume. None: all."""
+    """As many as the current dataset has; from the hub, at least as many as five minutes consume. None: all."""
     have = 0
     with suppress(PrepareError):
         own, _, shards = current_dataset().name.rpartition("x")
@@ -688,7 +679,7 @@ def build(directory: Path, files: Files, siblings: list[Path]) -> None:
 
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
-    """Writes a token shard. In threads, since tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
+    """Writes a token shard. Threads suffice, as tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
     bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
 
     def encode(batch):

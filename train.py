@@ -5,7 +5,7 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py --seconds 30  # a smoke run, not logged
 
 In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
-Data and metric: prepare.py; clock and log: harness; operators: kernels.py.
+Data: prepare.py; clock, score and log: harness/; operators: kernels.py.
 """
 
 import functools
@@ -24,7 +24,7 @@ import harness
 from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, TokenStream, make_dataloader
 
-# ---- Hyperparameters; sizes by GPU are in SIZES. Rates of embeddings and lm_head: at width 768
+# ---- Hyperparameters. Model sizes: SIZES below. LRs of embeddings and lm_head: at width 768
 
 ROPE_BASE = 200_000
 SOFTCAP = 12.0          # bound of the logits, or None
@@ -37,7 +37,7 @@ MATRIX_LR = 0.04        # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5   # times MATRIX_LR: an expert sees few tokens
 EMBEDDING_LR = 0.8      # token and value embeddings
 NGRAM_LR = 0.4
-NGRAM_HALF_LR = 512     # updates that halve a 2-gram's rate (others: a quarter); falls to 1/16
+NGRAM_HALF_LR = 512     # updates that halve a 2-gram row's LR (longer n-grams: 1/4); falls to 1/16
 INDUCTION_LR = 0.4
 UNEMBEDDING_LR = 0.005  # lm_head
 X0_LR = 0.5             # per-layer scales of x0
@@ -49,7 +49,7 @@ ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1      # cautious weight decay of matrices, falls to 0
 VALUE_EMBED_DECAY = 0.003
 MOMENTUM = 0.9          # of Muon (Nesterov)
-FINAL_LR = 0.05         # fraction to which learning rates fall, linearly
+FINAL_LR = 0.05         # learning rates fall linearly to this fraction
 
 say_once = functools.cache(print)
 
@@ -66,7 +66,7 @@ class Config:  # of model and batch; saved with the weights
     device_batch_size: int = 16  # sequences per forward pass; fewer if memory runs out
     total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
     ngram_rows: int = 2_621_440  # rows of each n-gram table
-    num_experts: int = 0  # beside an MLP of half the width
+    num_experts: int = 0  # they replace half of the MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
     vocab_size: int = VOCAB_SIZE
 
@@ -103,7 +103,7 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
     return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
 
 def pick_size(gpu: harness.GPU) -> Config:
-    """SIZE, or the live row of SIZES, cut to what this GPU can train."""
+    """SIZE, or this GPU's row of SIZES, cut to what the GPU can train."""
     row = max(i for i, (flops, _) in enumerate(SIZES) if gpu.peak_flops >= flops)
     instead = "SIZE instead of " if SIZE else ""
     say_once(f"Size by {instead}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
@@ -126,8 +126,8 @@ def scale_batch(config: Config, seconds: float) -> Config:
 # ---- A parameter declares its initial values and its optimizer where it is made
 
 def declare(x, init, optim):
-    """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills it,
-    or None: as constructed. optim: from a function below, or None: by its shape."""
+    """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills x,
+    or None (as constructed). optim: from a function below, or None (by shape)."""
     p = x if isinstance(x, nn.Parameter) else x.weight
     p.init, p.optim = init, optim
     return x
@@ -189,7 +189,7 @@ class NGramEmbedding(nn.Embedding):
 
     def forward(self, idx):  # (B, T) -> (B, T, C)
         table, ids = self.weight, (ngram_hash(idx, self.n) >> 24) % self.num_embeddings
-        if optimizer := getattr(table, "optimizer", lambda: None)():  # a MuonAdamW that has it
+        if optimizer := getattr(table, "optimizer", lambda: None)():  # the MuonAdamW that has it
             return RowLookup.apply(table, ids, optimizer.row_grads[table])
         if self.training and table.requires_grad and table.dtype != torch.float32:
             say_once("n-gram tables: fp32, dense gradients without MuonAdamW")
@@ -201,7 +201,7 @@ def induction(idx):
     Tokens (B, T) -> followers, and whether there is one (B, T)."""
     key, order = ngram_hash(idx, 3).sort(dim=1, stable=True)  # equal keys in text order
     before = torch.where(key[:, 1:] == key[:, :-1], order[:, :-1], -1)
-    before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # previous place, or -1
+    before = torch.full_like(order, -1).scatter_(1, order[:, 1:], before)  # previous match, or -1
     return idx.gather(1, before + 1), before >= 0
 
 def rotate(x, cos, sin):
@@ -248,7 +248,7 @@ class Attention(nn.Module):
         self.full_heads = config.full_heads if i % 4 == 0 else 0
         self.window = min(config.window, config.seq_len)
         self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
-        self.qkv = [C, C, C]  # of queries, keys, values: a matrix each
+        self.qkv = [C, C, C]  # widths of queries, keys, values
         self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
         self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
         self.value_embed, gates = None, H
@@ -256,7 +256,7 @@ class Attention(nn.Module):
             optim = adamw(EMBEDDING_LR, C, weight_decay=VALUE_EMBED_DECAY)
             self.value_embed = declare(nn.Embedding(config.vocab_size, C), C**-0.5, optim)
             gates = 2 * H
-        self.gate = declare(Linear(32, gates), 0, adamw(GATE_LR))  # of the first 32 channels
+        self.gate = declare(Linear(32, gates), 0, adamw(GATE_LR))  # reads 32 channels
         slow = torch.arange(D) % (D // 2) >= D // 4  # the lower half of the frequencies
         self.register_buffer("slow", slow, persistent=False)
 
@@ -294,7 +294,7 @@ class MLP(nn.Module):
         return self.c_proj(leaky_relu_squared(self.c_fc(x)))
 
 class Experts(nn.Module):
-    """Half of the MLP: a router picks some of many small ones for each token, and drops none.
+    """Half of the MLP: a router picks some of many small MLPs for each token, and drops none.
     No auxiliary loss: a bias favours experts with few tokens (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
@@ -326,7 +326,7 @@ class Experts(nn.Module):
         h = F.grouped_mm(h, self.c_proj.to(x.dtype).mT, offs=ends)  # (P, C)
         return sum_rows(h, place, token).view_as(x)
 
-class Block(nn.Module):  # i counts from the last, 0: a deeper model adds blocks in front
+class Block(nn.Module):  # i: number of blocks behind it, so deeper models add blocks in front
     def __init__(self, config, i, kind):
         super().__init__()
         self.residual_lambda = declare(nn.Parameter(torch.ones(())), None, adamw(RESIDUAL_LR))
@@ -367,7 +367,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """By seed and name: a new parameter changes no other's values."""
+        """From seed and name alone: adding a parameter changes no other's values."""
         seed = torch.initial_seed()
         for name, p in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -383,7 +383,7 @@ class GPT(nn.Module):
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers, found (B, T), n-grams' embeddings (B, T, C) -> final states (B, T, C)."""
         x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)  # no fp32 (B, T, C)
-        # nothing found: the last row. No lookup: its gradient would be atomic adds to one row
+        # nothing found: the last row, not looked up, as atomic adds to one row are slow
         embed = self.induction_embed.weight.to(self.dtype)
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])
         x = x0 = norm(x)
@@ -393,8 +393,8 @@ class GPT(nn.Module):
         return norm(x)
 
     def compile_trunk(self):
-        torch.compiler.config.cache_key_tag = str(BACKENDS)  # the key does not see sdpa_kernel()
-        self.trunk = functools.partial(compiled(GPT.trunk), self)  # copies would share a method
+        torch.compiler.config.cache_key_tag = str(BACKENDS)  # the cache does not see sdpa_kernel()
+        self.trunk = functools.partial(compiled(GPT.trunk), self)  # deepcopy() rebinds a partial
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats ('none': (B*T,))."""
@@ -461,7 +461,7 @@ def muon_direction(grad, buffer, rate, loss_scale, dtype):
     return (update / (update.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)).to(dtype)
 
 def polar_express(x):
-    """Orthogonalizes (n, R, C), R >= C, of norm up to 1, by Newton-Schulz. GEMMs: not compiled."""
+    """Orthogonalizes (n, R, C), R >= C, of norm up to 1, by Newton-Schulz. Not compiled: GEMMs."""
     for a, b, c in POLAR_EXPRESS:
         # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
         gram = x.mT @ x
@@ -472,7 +472,7 @@ def polar_express(x):
     return x
 
 def muon_update(p, update, scale, lr, decay):
-    """Moves p (n, R, C) by scale (n, 1, 1) times update. Cautious decay: only where both agree."""
+    """Moves p (n, R, C) by scale (n, 1, 1) times update. Cautious decay: only where signs agree."""
     p.sub_(lr * (scale * update + decay * p * (update * p >= 0)))
 
 def matrices(t, split):
@@ -493,7 +493,7 @@ class MuonAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             if group["kind"] == "rows":
                 group["state"] = [torch.zeros(len(p), 2, device=p.device) for p in group["params"]]
-                for p in group["params"]:  # weak: without this optimizer, gradients are dense
+                for p in group["params"]:  # weak: if the optimizer is gone, gradients are dense
                     self.row_grads[p], p.optimizer = [], weakref.ref(self)
 
     def zero_grad(self, set_to_none=True):
@@ -503,7 +503,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        # GradScaler sets both, but after its unscale_() no scale
+        # GradScaler sets both; after its unscale_() there is no scale
         loss_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         loss_scale = 1 + self.zero if loss_scale is None else loss_scale
         found_inf = self.zero if found_inf is None else found_inf  # 1.0: skip the step

@@ -1,4 +1,4 @@
-"""Everything around an experiment: clock, warm-up, log, GPU, signals, summary, sample text. Not edited during research.
+"""Everything around the training loop: clock, warm-up, score, log, GPU, signals, summary. Not edited during research.
 
 torch is imported inside functions, because night supervises runs without it.
 """
@@ -6,16 +6,16 @@ torch is imported inside functions, because night supervises runs without it.
 from pathlib import Path
 
 from harness.clock import Clock
-from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, format_row, parse_row
+from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, parse_row
 from harness.device import pick_gpu
 from harness.ending import crash_reason, handle_signals
 from harness.experiment import mfu_percent, run, score
 from harness.git import DECISIVE, clean_environment, git_head, run_git, uncommitted
 from harness.gpu import GPU, GPUS, fa3_installed, gpu_name, load_fa3, named_gpu, peak_flops, this_gpu
 from harness.log import add_row, edit_log, log_result, parse_log, read_results
-from harness.record import night_record, write_record
-from harness.warmup import num_params, start_compiler, warm_up
+from harness.record import night_record
+from harness.warmup import start_compiler, warm_up
 from harness.weights import load_weights, sample, save_weights
 
-RESULTS = Path(__file__).resolve().parent.with_name("results.tsv")  # the files look it up here
+RESULTS = Path(__file__).resolve().parent.with_name("results.tsv")  # used as harness.RESULTS, so tests can move it
 WEIGHTS = RESULTS.with_name("model.safetensors")

@@ -8,13 +8,12 @@ from contextlib import suppress
 from prepare import TIME_BUDGET
 
 SEED = 42  # unless --seed is given
-# commit: + behind it if files that decide the number were not committed. gpu: also says what makes it compute another
-# function. status: keep, discard, crash or report. by: who decided that (run, night, person), "" if nobody knows
+# docs/log.md says what each column means. by: "" in rows from before there was such a column
 COLUMNS = tuple(
     "commit val_bpb memory_gb status description gpu dataset budget seed tokens_M test_bpb reason by".split()
 )
 HEADER = "\t".join(COLUMNS)
-EIGHT = (*COLUMNS[:7], "tokens_M")  # until November 2026; upstream has the first five
+EIGHT = (*COLUMNS[:7], "tokens_M")  # until November 2026; karpathy/autoresearch has the first five
 LAYOUTS = {"\t".join(columns): columns for columns in (COLUMNS, EIGHT, COLUMNS[:5])}  # by header
 
 
@@ -41,7 +40,7 @@ def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
 
 
 def parse_eight(row: dict) -> dict:
-    """What a row of eight columns had within its description and its gpu."""
+    """The values that a row of eight columns has inside its description and gpu."""
     text, found = row["description"], {}
     if row["status"] == "crash" and text.endswith("]"):
         text, _, found["reason"] = text[:-1].rpartition("[")
@@ -70,7 +69,7 @@ def format_row(row: dict) -> str:
 
 
 def clean(field: str) -> str:
-    """One line of printable text. Double quotes become single: pandas would see a quoted field."""
+    """One line of printable text. Double quotes become single, as pandas would see a quoted field."""
     return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()
 
 
@@ -80,5 +79,5 @@ def identity(row: dict) -> tuple:
 
 
 def crashed(row: dict) -> bool:
-    """Also a report's row, whose status says nothing about that."""
+    """Whether a run crashed, which the status of a report's row does not tell."""
     return row["status"] == "crash" or bool(row["reason"])

@@ -8,7 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-from harness.gpu import FLOPS, MHZ, imitate, install_fa3, kin, this_gpu
+from harness.gpu import FLOPS, MHZ, imitate, install_fa3, known_capability, this_gpu
 from prepare import PrepareError
 
 
@@ -21,7 +21,7 @@ def pick_gpu(name: str | None = None) -> tuple:
     gpu = imitate(name)
     if gpu.capability:
         check_kernels()
-        if name is None and (line := doubt(torch.cuda.get_device_properties())):
+        if name is None and (line := unknown_gpu(torch.cuda.get_device_properties())):
             print(line)
         free, total = torch.cuda.mem_get_info()
         if free < total / 2:
@@ -34,7 +34,7 @@ def pick_gpu(name: str | None = None) -> tuple:
 
 
 def share_cpu() -> None:
-    """Leaves cores to other processes: OpenMP's threads spin while they wait for one that has no core."""
+    """Takes as many threads as cores are idle: OpenMP's threads spin while they wait for one that has no core."""
     import torch
 
     threads = torch.get_num_threads()
@@ -44,7 +44,7 @@ def share_cpu() -> None:
 
 
 def idle_cores(seconds: float = 0.3) -> float:
-    """How many of this process's cores nobody uses."""
+    """How many of the cores that this process may use are idle, on average."""
     mine, start = {f"cpu{i}" for i in os.sched_getaffinity(0)}, time.perf_counter()
 
     def idle() -> int:
@@ -57,14 +57,14 @@ def idle_cores(seconds: float = 0.3) -> float:
 
 
 def check_kernels() -> None:
-    """Whether this PyTorch has kernels for this GPU, and Triton can compile its own. Raises PrepareError."""
+    """Raises PrepareError unless this PyTorch has kernels for this GPU and Triton can compile its own."""
     import torch
 
     here = torch.cuda.get_device_capability()
     built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
     built = [(kind, divmod(int(number), 10)) for kind, number in built]
     if built and not any(a <= here and (kind == "compute" or a[0] == here[0]) for kind, a in built):
-        # Volta's are in wheels for CUDA 12.6 alone
+        # only wheels for CUDA 12.6 have Volta's
         get = "--index-url https://download.pytorch.org/whl/cu126" if here < (7, 5) else "(the newest)"
         fix = f"pip install --force-reinstall torch {get}, or use --gpu cpu"
         raise PrepareError(f"PyTorch {torch.__version__} has no kernels for compute capability {here}: {fix}")
@@ -72,11 +72,11 @@ def check_kernels() -> None:
         raise PrepareError("Triton needs a C compiler on a GPU: install gcc, or set CC")
 
 
-def doubt(properties) -> str:
-    """What the size rests on, if the tables do not know this GPU."""
+def unknown_gpu(properties) -> str:
+    """A line about what is assumed of a GPU that the tables do not know; "" if they know it."""
     capability, mhz = (properties.major, properties.minor), properties.clock_rate / 1000
     if capability in FLOPS and mhz:
         return ""
-    guess = "compute capability {}.{}".format(*kin(capability)) + f", {mhz or MHZ:.0f} MHz"
+    guess = "compute capability {}.{}".format(*known_capability(capability)) + f", {mhz or MHZ:.0f} MHz"
     here = f"{properties.name} (compute capability {capability[0]}.{capability[1]}, {mhz:.0f} MHz)"
     return f"Unknown GPU {here}, taken for {guess}, {this_gpu().peak_flops / 1e12:.0f} TFLOP/s: --gpu NAME overrides"

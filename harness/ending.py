@@ -1,4 +1,4 @@
-"""How a run ends before its time: signals, and the reason that a crash row gives."""
+"""How a run ends early: signals, and the reason that its crash row gives."""
 
 from __future__ import annotations
 

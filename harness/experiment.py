@@ -77,7 +77,7 @@ def run(train: Callable, build_model: Callable) -> None:
 def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
     """Trains, scores, logs one row however that ends (none if `refusal`), prints the summary and returns the model.
 
-    From the row on, SIGINT and SIGTERM just end the process; SIGHUP stays ignored.
+    Once the row is written, SIGINT and SIGTERM simply end the process, and SIGHUP is ignored.
     """
     import torch
 
@@ -85,7 +85,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     logged = not by_hand or night_record().get("log")
     refusal = "" if logged else f"not logged: {by_hand} set by hand (python -m night wave logs it)"
-    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # val is fenced off if night scores
+    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
     commit, description = git_head()  # now: HEAD may move during the run
     row = dict(commit=commit, description=description, gpu=gpu_name(args.gpu), dataset=dataset)
     row |= dict(budget=budget_name(args.seconds, args.tokens), seed=args.seed)
@@ -129,8 +129,8 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         raise
     finally:
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        status = refusal or (log_result(**row, **result) if not remote.referee() else "")  # else night logs it
-        status = "in results.tsv" if night_record().get("log") else status  # a wave judges by other runs, too
+        status = refusal or (log_result(**row, **result) if not remote.channel() else "")  # else night logs it
+        status = "in results.tsv" if night_record().get("log") else status  # a wave may change it later
         summary.setdefault("status", status)  # a crash has set it
         summary |= row
         write_record("summary.json", json.dumps(summary, indent=1, default=str))
@@ -148,7 +148,7 @@ def mfu_percent(model, clock: Clock, device) -> float:
 
 def score(model, tokenizer: Tokenizer, split: str) -> float:
     """Bits per byte of a split. Raises FloatingPointError if not finite."""
-    if remote.referee():
+    if remote.channel():
         return remote.answer(model, tokenizer.get_vocab_size(), split)
     bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
     if not math.isfinite(bpb):

@@ -14,7 +14,7 @@ class GPU(NamedTuple):
 
     capability: tuple[int, int] | None  # CUDA compute capability, None without a GPU: decides the numerics
     peak_flops: float  # dense 16-bit FLOP/s from the datasheet: decides the model size
-    memory: int = 0  # total bytes, not those that are free: limits the n-gram tables
+    memory: int = 0  # bytes in total, free or not: limits the n-gram tables
     has_fa3: bool = False  # whether FlashAttention-3 runs here
 
 
@@ -37,11 +37,11 @@ MHZ = 1500  # of a GPU that does not report its clock
 
 
 def peak_flops(capability: tuple[int, int], multiprocessors: int, mhz: float, share: float = 1) -> float:
-    return FLOPS[kin(capability)] * multiprocessors * (mhz or MHZ) * 1e6 * share
+    return FLOPS[known_capability(capability)] * multiprocessors * (mhz or MHZ) * 1e6 * share
 
 
-def kin(capability: tuple[int, int]) -> tuple[int, int]:
-    """The newest capability in FLOPS that is not newer."""
+def known_capability(capability: tuple[int, int]) -> tuple[int, int]:
+    """The newest capability in FLOPS that is not newer than this one."""
     return max((known for known in FLOPS if known <= capability), default=min(FLOPS))
 
 
@@ -69,7 +69,7 @@ def this_gpu() -> GPU:
 
 
 def imitate(name: str | None = None) -> GPU:
-    """The GPU that a run imitates (default: this one), with the numerics that both support."""
+    """The GPU that a run imitates (default: this one), with numerics that both support."""
     here = this_gpu()
     gpu = named_gpu(name) if name else here
     if None in (here.capability, gpu.capability):
@@ -79,14 +79,15 @@ def imitate(name: str | None = None) -> GPU:
 
 
 def gpu_name(name: str | None = None) -> str:
-    """The gpu column: this GPU, and what makes it compute another function (name: of one that it imitates). A Hopper
-    without FlashAttention-3 is slower, so it counts as another GPU, unless it imitates one that never uses that."""
+    """The gpu column: this GPU's name, and what makes its scores incomparable. name: a GPU that it imitates. A Hopper
+    without FlashAttention-3 is slower, so it counts as another GPU, unless it imitates one that never uses it."""
     import torch
 
-    gpu, lent = imitate(name), f" as {name}" if name else ""
+    gpu, imitated = imitate(name), f" as {name}" if name else ""
     if this_gpu().capability is None:
-        return f"cpu{lent}"
-    return torch.cuda.get_device_name() + ", without FA3" * (gpu.capability == (9, 0) and not gpu.has_fa3) + lent
+        return f"cpu{imitated}"
+    slower = ", without FA3" if gpu.capability == (9, 0) and not gpu.has_fa3 else ""
+    return torch.cuda.get_device_name() + slower + imitated
 
 
 def fa3_installed() -> bool:

@@ -20,7 +20,7 @@ from harness.git import run_git
 
 @functools.cache
 def journal_of(log: Path) -> Path:
-    """Where the journal of a log is, by worktree; /dev/null without git."""
+    """The path of a log's journal, in the git directory of its worktree; /dev/null without git."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         out = run_git("rev-parse", "--show-prefix", "--git-path", ".", cwd=log.parent, timeout=10).stdout
         prefix, folder = os.fsdecode(out).removesuffix("\n").split("\n")
@@ -57,20 +57,20 @@ def append(file, lines: list[str]) -> None:
     os.fsync(file.fileno())
 
 
-def repair(own: list[dict], rows: list[dict]) -> int:
-    """Puts those of the remembered rows that a log has lost at its end, and a person's word on those that it has kept;
-    returns how many. A log that has rows, but none of these, is another one that somebody put there."""
-    left = Counter(map(identity, own))
-    if own and not any(identity(row) in left for row in rows):
+def repair(log: list[dict], journal: list[dict]) -> int:
+    """Appends the rows that a log has lost, and sets each status that a person had decided; returns how many rows that
+    were. A log with rows, but none of the journal's, is another log that somebody put there: it stays as it is."""
+    found = Counter(map(identity, log))
+    if log and not any(identity(row) in found for row in journal):
         return 0
-    words = {identity(row): row for row in rows if row["by"] == "person"}
-    overruled = [row for row in own if identity(row) in words and row["by"] != "person"]
+    decided = {identity(row): row for row in journal if row["by"] == "person"}
+    overruled = [row for row in log if identity(row) in decided and row["by"] != "person"]
     for row in overruled:
-        row |= {key: words[identity(row)][key] for key in ("status", "by")}
+        row |= {key: decided[identity(row)][key] for key in ("status", "by")}
     lost = []
-    for row in rows:
-        left[identity(row)] -= 1
-        if left[identity(row)] < 0:
+    for row in journal:
+        found[identity(row)] -= 1
+        if found[identity(row)] < 0:
             lost.append(row)
-    own += lost
+    log += lost
     return len(lost) + len(overruled)

@@ -1,4 +1,4 @@
-"""results.tsv: one row per run, and never one less. The one reader and the one writer."""
+"""results.tsv: one row per run, and no row is lost. All reading and writing of it is here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prepare import lock, new_file
 
 
 def read_results(path: str | Path | None = None) -> list[dict]:
-    """The rows of results.tsv; [] without one. Puts back those that it has lost."""
+    """The rows of results.tsv, [] if there is none. Puts back rows that it has lost."""
     path, rows = Path(path or harness.RESULTS), []
     with suppress(OSError, ValueError):
         rows, *_ = parse_log(path.read_bytes().decode("utf-8", "surrogateescape"))
@@ -29,7 +29,7 @@ def read_results(path: str | Path | None = None) -> list[dict]:
 
 
 def parse_log(text: str) -> tuple[list[dict], list[str], bool]:
-    """The rows of a log, the lines that are none, and whether its columns are today's. ValueError without a header."""
+    """The rows of a log, its other lines, and whether its columns are today's. ValueError without a header."""
     rows, others, columns, current = [], [], None, True
     for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else []:
         if found := LAYOUTS.get(line.rstrip("\r")):
@@ -45,10 +45,10 @@ def parse_log(text: str) -> tuple[list[dict], list[str], bool]:
 
 @contextmanager
 def edit_log(path: str | Path | None = None) -> Iterator[list[dict]]:
-    """The log's rows, to be changed in place; written at the end, first to the journal.
+    """Yields the log's rows, to be changed in place; then writes them, first to the journal.
 
     A log that was moved away begins anew; any other gets back the rows that it has lost. If it cannot be read, the rows
-    are those of the journal. Raises OSError or ValueError, at the end, if it cannot be written.
+    are the journal's. Raises OSError or ValueError, at the end, if it cannot be read or written.
     """
     path = Path(path or harness.RESULTS)
     journal, problem, rows = journal_of(path), None, []
@@ -107,8 +107,8 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     """Appends a row of these values; returns its status. Without a commit, commit and description are those of HEAD.
 
     `crash` if there is a reason; `report` for a report's row; `keep` if val_bpb is below to_beat (default: the lowest
-    so far on that gpu and dataset with that budget, and with that seed if it has a score); otherwise `discard`. A
-    person's discard is of the commit: its later rows take it over. A kept row of theirs stays what it is by itself.
+    so far on that gpu and dataset with that budget, and with that seed if it has a score); otherwise `discard`. If a
+    person has discarded the commit, its new rows are discarded, too; a person's keep holds for one row alone.
     """
     if "commit" not in values:
         values["commit"], values["description"] = harness.git_head()
@@ -121,8 +121,8 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))  # as it will be read
     with edit_for(row, path) as rows:
         same = comparable(rows, row)
-        words = [other["status"] for other in same if other["commit"] == row["commit"] and other["by"] == "person"]
-        if status == "discard" and words[-1:] == ["discard"]:
+        verdicts = [other["status"] for other in same if other["commit"] == row["commit"] and other["by"] == "person"]
+        if status == "discard" and verdicts[-1:] == ["discard"]:
             row["by"] = "person"
         elif status == "discard" and row["val_bpb"] < (lowest(same, row["seed"]) if to_beat is None else to_beat):
             row["status"] = "keep"
@@ -133,7 +133,7 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
 
 
 def comparable(rows: list[dict], row: dict) -> list[dict]:
-    """The scores of its gpu, dataset and budget."""
+    """The scored rows with the gpu, dataset and budget of `row`."""
     same = [other for other in rows if all(other[key] == row[key] for key in ("gpu", "dataset", "budget"))]
     return [other for other in same if other["status"] in ("keep", "discard")]
 
@@ -152,7 +152,7 @@ def add_row(row: dict) -> None:
 
 @contextmanager
 def edit_for(row: dict, path: str | Path | None = None) -> Iterator[list[dict]]:
-    """edit_log for a new row: what the file cannot take now is printed, stays in the journal, and is put back later."""
+    """edit_log for a new row. If the file cannot take it, prints the row, which waits in the journal until it can."""
     path = Path(path or harness.RESULTS)
     try:
         with edit_log(path) as rows:

@@ -1,4 +1,4 @@
-"""A word from what takes long, such as scoring on a CPU."""
+"""Progress lines for loops that take long, such as scoring on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FIRST, AGAIN = 10, 30  # seconds until the first line, and between lines
 
 
 def with_progress(items: Iterable, count: int, what: str) -> Iterator:
-    """The items, `count` of them; prints `scoring val: 40%` if they take long."""
+    """Yields the `count` items; if that takes long, prints lines such as `scoring val: 40%`."""
     due = time.monotonic() + FIRST
     for i, item in enumerate(items):
         if time.monotonic() >= due:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Score(float):
-    """Bits per byte of a split. `quarters`: those of its documents by length, shortest first; NaN if one is empty."""
+    """Bits per byte of a split. `quarters`: the same by length of document, shortest first; NaN if one is empty."""
 
     quarters: tuple[float, ...] = ()
 

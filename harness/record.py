@@ -11,9 +11,9 @@ from pathlib import Path
 def night_record() -> dict:
     """What `python -m night` tells a run, as JSON in the environment variable AUTORESEARCH_RUN; {} without night.
 
-    commit, description: of its row, as of its start. log: whether to log it whatever its budget. score_test: whether
-    to score the test split, too. row: a file that gets a copy of the row. folder: for curve.tsv and summary.json,
-    written whether or not it is logged. referee, logits, dataset: of a locked run, see harness/remote.py.
+    commit, description: for the row, from when night started the run. log: log the run whatever its budget. score_test:
+    score the test split, too. row: a file that gets a copy of the row. folder: where curve.tsv and summary.json go,
+    logged or not. referee, logits, dataset: of a locked run, see harness/remote.py.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 

@@ -16,15 +16,15 @@ from harness.progress import with_progress
 from harness.quarters import Score, quarters_by_length
 from prepare import PrepareError, Tokenizer, eval_batches, evaluating
 
-CUTS = 32  # rows that are cut, at least, while a split is scored
-COLUMNS = 64  # tokens whose log-probabilities are compared, besides the row's own next one
-# rounding errors of the compute dtype, relative to the standard deviation, by which they may move: where kernels round
-# by what else is in their batch. Most kernels give the same bits
+CUTS = 32  # rows per split whose future is replaced, at least
+TOKENS = 64  # tokens whose log-probabilities are compared, besides each position's own next one
+# Log-probabilities may differ by this many rounding errors of the compute dtype, times their standard deviation: some
+# kernels round by what else is in the batch, though most give the same bits
 ROUNDING = 8
 
 
 class Unscorable(PrepareError):
-    """The model's output is no prediction, or one that knows the future."""
+    """The model's output is no prediction, or it depends on what it must not."""
 
 
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, split: str = "val") -> Score:
@@ -46,7 +46,7 @@ def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, s
     first = None
     batches = zip(inputs, targets, sizes > 0, quarters, strict=True)
     for i, (x, y, scored, quarter) in enumerate(with_progress(batches, len(inputs), f"scoring {split}")):
-        probe = Probe(predictor, x) if i in probed else None  # before the batch itself: no earlier answer helps
+        probe = Probe(predictor, x) if i in probed else None  # first, so that no earlier answer helps
         columns = y.clamp(min=0).unsqueeze(-1)
         found = predictor.log_probs(x, torch.cat([columns, probe.columns], -1) if probe else columns)
         log_probs = torch.where(scored, found[..., 0], 0.0)  # (B, T)
@@ -70,7 +70,7 @@ def check(model, x, vocab: int) -> None:
 
 
 class Predictor:
-    """A model of this process, as what it predicts. harness/remote.py has that of another process."""
+    """Log-probabilities from a model in this process; harness/remote.py has them from another process."""
 
     def __init__(self, model, vocab: int):
         self.model, self.vocab, self.dtype = model, vocab, getattr(model, "dtype", None)
@@ -110,7 +110,8 @@ def shuffled(n: int, generator) -> list[int]:
 
 
 class Probe:
-    """A batch whose rows change their order and their futures; compare() takes the predictions of the batch itself."""
+    """A batch with its rows reordered and their futures replaced. compare() then gets the predictions of the batch
+    itself."""
 
     def __init__(self, predictor: Predictor, x):
         import torch
@@ -122,7 +123,7 @@ class Probe:
             return torch.randint(low, high, shape, generator=generator).to(x.device)
 
         self.predictor, self.x = predictor, x
-        self.columns = torch.cat([draw(0, vocab, COLUMNS).expand(B, T, -1), x.roll(-1, 1).unsqueeze(-1)], -1)
+        self.columns = torch.cat([draw(0, vocab, TOKENS).expand(B, T, -1), x.roll(-1, 1).unsqueeze(-1)], -1)
         self.order = x.new_tensor(shuffled(B, generator))
         self.last = draw(0, T, B, 1)  # the last position of each row that stays
         self.stays = torch.arange(T, device=x.device) <= self.last

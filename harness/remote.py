@@ -1,8 +1,8 @@
 """
 A score that train.py's process cannot change: another one asks it for logits, computes the score and takes the time.
 
-night's supervisor reads the held-out text before train.py starts, and gives out inputs alone. What it gets is read as
-JSON and raw bytes, never unpickled. Logits come row by row through a file in memory, and are looked at in a copy.
+night's supervisor reads the held-out text before train.py starts, and gives out inputs only. It reads what it gets as
+JSON and raw bytes, and never unpickles. Logits come row by row through a file in memory, and are copied before use.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ MESSAGE = 2**16  # bytes, at most
 
 # ---- In train.py's process
 @functools.cache
-def referee() -> Connection | None:
-    """The connection to the process that scores this one; None if the run is not locked."""
+def channel() -> Connection | None:
+    """The connection to the process that scores this run; None if the run is not locked."""
     return Connection(night_record()["referee"]) if "referee" in night_record() else None
 
 
 def tell(**message) -> None:
-    with suppress(OSError):  # it has ended
-        if referee():
-            referee().send_bytes(json.dumps(message).encode())
+    with suppress(OSError):  # the referee has ended
+        if channel():
+            channel().send_bytes(json.dumps(message).encode())
 
 
 def answer(model, vocab: int, split: str) -> float:
-    """Predicts what the referee asks for, until that knows the score. Raises Unscorable if it refuses."""
+    """Predicts what the referee asks for until it sends the score. Raises Unscorable if it refuses."""
     import torch
 
     B, T = model.config.device_batch_size, model.config.seq_len
     device, dtype = next(model.parameters()).device, str(getattr(model, "dtype", None))
     tell(split=split, batch_size=B, seq_len=T, dtype=dtype, memory=torch.cuda.max_memory_allocated())
     with evaluating(model):
-        while not isinstance(question := referee().recv(), float):
+        while not isinstance(question := channel().recv(), float):
             if isinstance(question, Exception):
                 raise question
             shared = mmap.mmap(night_record()["logits"], 4 * T * vocab)
             shared = torch.frombuffer(shared, dtype=torch.float32).view(T, vocab)
             for row in predict(model, torch.from_numpy(question).to(device), vocab):
                 shared.copy_(row)
-                referee().send_bytes(b"")
-                referee().recv()  # it has a copy
+                channel().send_bytes(b"")
+                channel().recv()  # the referee has a copy
     return question
 
 
 # ---- In the supervisor's
 class Referee(Predictor):
-    """Scores a run that is about to start: a thread, which ends with it. `row`: what its row then says."""
+    """A thread that scores a run and ends with it. `row`: values for the run's row."""
 
     def __init__(self, splits: list[str], gpu: str | None, seconds: float):
-        """gpu: that the run imitates; seconds: its budget."""
+        """gpu: the one that the run imitates, if any; seconds: its budget."""
         import torch
 
         torch.ones(1).exp()  # see harness.run
         self.tokenizer, self.gpu, self.seconds = Tokenizer.from_directory(), gpu, seconds
         self.vocab, self.text = self.tokenizer.get_vocab_size(), {}
-        for split in splits:  # into memory, as it is before the run: each target, with its input and its size
+        for split in splits:  # read before the run starts: each target, with its input and its size
             TokenStream(self.tokenizer, split, verify=True)
             self.text[split] = [t.flatten() for t in eval_batches(self.tokenizer, split, 1, 1, "cpu")]
         ours, self.theirs = socket.socketpair()
@@ -84,9 +84,9 @@ class Referee(Predictor):
     def run(self) -> None:
         try:
             while len(self.scores) < len(self.text):
-                self.take(self.hear())
+                self.handle(self.receive())
             self.row = dict(tokens_M=self.tokens / 1e6, memory_gb=self.memory / 2**30, **self.scores)
-        except (EOFError, OSError):  # it has ended
+        except (EOFError, OSError):  # the run has ended
             pass
         except Exception as error:
             known = isinstance(error, (Unscorable, FloatingPointError))
@@ -96,12 +96,12 @@ class Referee(Predictor):
         self.channel.close()
 
     def end(self, patience: float) -> None:
-        """Once the run has ended, with all processes that it has started."""
+        """Call once the run and all processes that it started have ended."""
         self.theirs.close()
         self.thread.join(patience)
 
-    def hear(self) -> dict:
-        """The next message; {} if it is that a row is there. Raises Unscorable with the reason of a run that failed."""
+    def receive(self) -> dict:
+        """The next message; {}: a row of logits is ready. Raises Unscorable with the reason if the run has failed."""
         message = json.loads(self.channel.recv_bytes(MESSAGE) or b"{}")
         if "reason" in message:
             raise Unscorable(str(message["reason"])[:200])
@@ -109,8 +109,8 @@ class Referee(Predictor):
             raise Unscorable(f"{message} has no number of tokens or bytes")
         return message
 
-    def take(self, message: dict) -> None:
-        if "tokens" in message:  # when the first step begins, as 0, and when the last one has ended
+    def handle(self, message: dict) -> None:
+        if "tokens" in message:  # 0 when the first step begins, then the total after the last
             self.tokens, self.began = message["tokens"], self.began or time.monotonic()
         if "split" in message:
             self.memory = message["memory"]
@@ -132,7 +132,7 @@ class Referee(Predictor):
         if not math.isfinite(bpb):
             raise FloatingPointError(f"{split}_bpb is {bpb}")
         began = self.began or self.created
-        training = self.answered - began  # until it predicts: what it does before that may be training
+        training = self.answered - began  # until the first prediction: all before may be training
         self.times = f"{began - self.created:.1f} s to the first step, {training:.1f} s of training"
         if training > self.seconds + TOLERANCE:
             raise Unscorable(f"trained for {training:.0f} s, not {self.seconds:.0f}")
@@ -142,7 +142,7 @@ class Referee(Predictor):
     def rows(self, x):
         self.channel.send(x.cpu().numpy())
         for _ in x:
-            self.hear()
+            self.receive()
             self.answered = self.answered or time.monotonic()
             if os.preadv(self.logits, [self.copy.numpy()], 0) < self.copy.nbytes:
                 raise Unscorable("the logits are gone")

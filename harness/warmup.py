@@ -48,7 +48,7 @@ def warm_up(model, step: Callable) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the GPU or the host. Where cuBLAS or cuDNN cannot allocate its workspace, the error is a RuntimeError."""
+    """GPU or host memory. If cuBLAS or cuDNN cannot allocate its workspace, the error is a plain RuntimeError."""
     said = re.search("out of memory|can't allocate memory|ALLOC_FAILED", str(error))
     return bool(said) or isinstance(error, MemoryError)
 

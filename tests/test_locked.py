@@ -79,7 +79,7 @@ LIES = {
     "replaces_the_score": ("harness.experiment.score = lambda *_: 0.1", "no row"),
     "replaces_the_referee": (
         "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
-        "remote.Referee.score = remote.Referee.take = lambda *_: 0.1",
+        "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
         SCORED,
     ),
     "replaces_the_text": ("prepare.eval_batches = prepare.TokenStream.read = None", SCORED),
@@ -127,14 +127,14 @@ LIES = {
     "counts_below_0": ("remote.tell(tokens=-1)", ".* has no number"),
     "sends_a_pickle": (
         "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
-        "remote.referee().send_bytes(pickle.dumps(Evil()))",
+        "remote.channel().send_bytes(pickle.dumps(Evil()))",
         "no score: UnicodeDecodeError|no score: JSONDecodeError",
     ),
     "sends_too_much": (
-        "remote.referee().send_bytes(bytes(2**17))",
+        "remote.channel().send_bytes(bytes(2**17))",
         "(BrokenPipe|ConnectionReset)Error line|no row",
     ),
-    "sends_rows_unasked": ("remote.referee().send_bytes(b'')", SCORED),
+    "sends_rows_unasked": ("remote.channel().send_bytes(b'')", SCORED),
     "cuts_the_file_of_logits": (
         "send = remote.Connection.send_bytes\n"
         "remote.Connection.send_bytes = lambda self, b: ("
@@ -278,7 +278,7 @@ class Clone:
 @pytest.fixture(autouse=True)
 def referee():
     """Each fork of this process has its own."""
-    remote.referee.cache_clear()
+    remote.channel.cache_clear()
 
 
 @pytest.fixture(scope="module")

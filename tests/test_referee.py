@@ -582,7 +582,7 @@ def test_a_leak_that_only_exchanges_the_answer_with_the_best_guess_is_found(toke
             return logits.scatter(2, places, logits.gather(2, places.flip(-1)))
 
     vocab = tokenizer.get_vocab_size()
-    monkeypatch.setattr(referee, "COLUMNS", 0)
+    monkeypatch.setattr(referee, "TOKENS", 0)
     with pytest.raises(referee.Unscorable, match=FUTURE):
         referee.check(Exchanges(vocab), torch.randint(vocab, (32, T)), vocab)
 
