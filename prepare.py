@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import errno
 import fcntl
 import hashlib
 import io
@@ -206,15 +207,26 @@ def new_file(path: Path) -> Iterator:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # a file that is mounted, as in a container, can only be written in place
+                raise
+            shutil.copyfile(temporary, path)
+            sync(path)
         with suppress(OSError):  # some file systems cannot sync a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of files, is on disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def lock(file, patience: float) -> bool:

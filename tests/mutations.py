@@ -832,7 +832,8 @@ SECTIONS = [
     ("Durability", "prepare.py", ["test_prepare_faults.py", "-k", "before_it_replaces"], [
         ("            os.fsync(file.fileno())\n", ""),
         ("            file.flush()\n", ""),
-        ("                os.fsync(folder)\n", "                pass\n"),
+        ("            sync(path)\n", ""),
+        ("            sync(path.parent)\n", "            pass\n"),
     ]),
     ("Durability", "harness", ["test_harness.py", "-k", "told_its_status"], [
         ('"the disk is full")\n    os.fsync(file.fileno())', '"the disk is full")'),

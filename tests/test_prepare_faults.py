@@ -1,6 +1,7 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
 import ast
+import errno
 import functools
 import itertools
 import os
@@ -35,14 +36,25 @@ def fails(capsys, monkeypatch, *args: str) -> str:
     return exit.value.code
 
 
-def test_a_new_file_is_on_disk_before_it_replaces_another_and_its_name_is_afterwards(tmp_path, synced, monkeypatch):
-    """Whenever the power fails."""
+@pytest.mark.parametrize("mounted", [False, True])
+def test_a_new_file_is_on_disk_before_it_replaces_another_and_its_name_is_afterwards(
+    tmp_path, synced, monkeypatch, mounted
+):
+    """Whenever the power fails; one that is mounted, as in a container, cannot be replaced."""
     path, replace = tmp_path / "file", os.replace
-    monkeypatch.setattr(os, "replace", lambda *paths: (synced.append("replaced"), replace(*paths)))
+
+    def replace_or_fail(*paths) -> None:
+        synced.append("replaced")
+        if mounted:
+            raise OSError(errno.EBUSY, "mounted")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", replace_or_fail)
     path.write_bytes(b"old")
     with prepare.new_file(path) as file:
         file.write(b"new")
-    assert synced == [(tmp_path / "file.tmp", b"new"), "replaced", (tmp_path, None)]
+    copied = [(path, b"new")] if mounted else []
+    assert synced == [(tmp_path / "file.tmp", b"new"), "replaced", *copied, (tmp_path, None)]
     assert path.read_bytes() == b"new" and [*tmp_path.iterdir()] == [path]
 
 
