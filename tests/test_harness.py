@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -676,6 +677,38 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
     (folder / "harness" / "new.py").write_text("# git has not seen it\n")
     (folder / ".git" / "info" / "exclude").write_text("new.py\n")
     assert harness.git_head() == (f"{commit}+", "idea, seed 7 [x] (uncommitted: harness/new.py)")
+
+
+def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_told_from_the_commit(
+    log, git, monkeypatch
+):
+    """Other scripts, and folders in which a logger of that name leaves its files, are not."""
+    monkeypatch.setattr(harness, "RESULTS", log.path)
+    folder = log.path.parent
+    (folder / "models").mkdir(), (folder / "wandb").mkdir()
+    (folder / "train.py").write_text("import math, wandb\nfrom models.gpt import GPT  # a model\nimport harness\n")
+    git("add", "."), git("commit", "-qm", "split")
+    commit, description = git("rev-parse", "HEAD")[:7], lambda: harness.git_head()[1]
+    (folder / "wandb" / "log.txt").write_text("import plots\n")
+    (folder / "plots.py").write_text("# no part of a run\n")
+    assert harness.git_head() == (commit, "split")
+    (folder / "models" / "gpt.py").write_text("def build():\n    from constants import WIDTH\n")
+    assert harness.git_head() == (f"{commit}+", "split (uncommitted: models/gpt.py)")
+    (folder / "constants.py").write_text("from models.gpt import build\nWIDTH = 1\n")
+    assert description() == "split (uncommitted: constants.py, models/gpt.py)"
+    git("add", "."), git("commit", "-qm", "split")
+    (folder / "constants.py").write_text("WIDTH = 2\n")
+    assert description() == "split (uncommitted: constants.py)"
+    git("add", "."), git("commit", "-qm", "wide")
+    (folder / "train_v2.py").write_text("def train():\n    return 1 / 0\n")
+    assert description() == "wide"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"))
+    assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
+    git("add", "."), git("commit", "-qm", "copied")
+    assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
+    with pytest.raises(ZeroDivisionError) as error:
+        runpy.run_path(folder / "train_v2.py")["train"]()
+    assert harness.crash_reason(error.value) == "ZeroDivisionError line 2"
 
 
 @pytest.mark.parametrize("object_format", ["sha1", "sha256"])
