@@ -278,6 +278,23 @@ def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
     assert len(harness.read_results(log.path)) == 2
 
 
+def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
+    """Excel as text: with a byte order mark, its line ends, numbers as short as can be, and quotes around commas."""
+    values = dict(gpu="NVIDIA H200, without FA3", dataset="corpus-1")
+    log(1.2, description="LR 0.04 -> 0.03, wider", **values)
+    log(1.3, description="plain", **values)
+    before = harness.read_results(log.path)
+    fields = [line.split("\t") for line in log.path.read_text().splitlines()]
+    fields = [
+        [re.sub(r"(\.\d*?)0+$", r"\1", f'"{f}"' if "," in f else f).removesuffix(".") for f in row] for row in fields
+    ]
+    log.path.write_bytes("".join("\t".join(row) + "\r\n" for row in fields).encode("utf-8-sig"))
+    assert b'"LR 0.04 -> 0.03, wider"\t"NVIDIA' in log.path.read_bytes() and b"\t1.2\t2.5\t" in log.path.read_bytes()
+    assert harness.read_results(log.path) == before
+    assert log(1.25, **values) == "discard", "compared with what it was compared with before"
+    assert len(harness.read_results(log.path)) == 3 and not capsys.readouterr().err
+
+
 def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
     """Its analysis.ipynb takes five columns by name, turns two into numbers, counts each status in capitals, and draws
     all but crashes over their number, the kept ones with their descriptions."""
