@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import harness
@@ -24,14 +23,22 @@ def git_head() -> tuple[str, str]:
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
-    with suppress(OSError, subprocess.SubprocessError):
+    try:
         out = run_git("log", "-1", "--format=%H%x09%s", timeout=10).stdout
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
         names = uncommitted()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
         notes += f" (ran {script()})" if script() != "train.py" else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
-    return "0000000", ""
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"no commit in this row: {problem(error)}", file=sys.stderr)
+        return "0000000", ""
+
+
+def problem(error: Exception) -> str:
+    """What git has said, such as that the clone belongs to another user, in one line; else the error itself."""
+    said = getattr(error, "stderr", None) or b""
+    return " ".join(said.decode(errors="replace").split()) or str(error)
 
 
 def script() -> str:

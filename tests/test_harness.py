@@ -316,13 +316,15 @@ def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
     assert numbers.notna().all(axis=None) and frame["status"].str.upper().tolist() == counts
 
 
-def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
+def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     for path in (str(tmp_path), os.environ["PATH"]):  # no git at all; git, but no repository
         monkeypatch.setenv("PATH", path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
     assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
+    missing, none = capsys.readouterr().err.splitlines()
+    assert "no commit in this row: [Errno 2]" in missing and "no commit in this row: fatal: not a git rep" in none
 
 
 def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
