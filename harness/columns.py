@@ -30,7 +30,7 @@ EMPTY |= dict(reason="", by="")
 
 def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
     """The row of a line; None if it is no row. A spreadsheet puts quotes around a field with a comma."""
-    fields = (re.sub('^"(.*)"$', r"\1", field.strip()) for field in line.split("\t"))
+    fields = (re.sub('^"(.*)"$', r"\1", field) for field in line.split("\t"))
     with suppress(ValueError):
         row = EMPTY | dict(zip(columns, map(clean, fields), strict=True))
         if columns == EIGHT:
