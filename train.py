@@ -129,6 +129,7 @@ def declare(x, init, optim):
     """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills x,
     or None (as constructed). optim: from a function below, or None (by shape)."""
     p = x if isinstance(x, nn.Parameter) else x.weight
+    assert p.is_leaf, "declare() its parameters"
     p.init, p.optim = init, optim
     return x
 
@@ -577,7 +578,7 @@ def set_schedules(optimizer, progress):
             group["weight_decay"] = decay * (1 - progress)
 
 def make_scaler(model):
-    device = model.embed.weight.device.type
+    device = next(model.parameters()).device.type
     return torch.amp.GradScaler(device, enabled=model.dtype == torch.float16)
 
 def train_step(model, optimizer, scaler, loader):

@@ -64,15 +64,18 @@ class Clock:
         return elapsed < self.seconds and expected_end < self.seconds + self.OVERRUN
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
-        """Call after each step. loss: scalar tensor on the device; epoch: of the training text; lr: for curve.tsv."""
+        """Call after each step. loss: scalar tensor, best on the device, or a number, for which the host has waited;
+        epoch: of the training text; lr: for curve.tsv."""
         import torch
 
+        assert self.started is not None, "train() must start the clock before its first step"
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        host = loss.detach().to("cpu", non_blocking=True)
+        loss = torch.as_tensor(loss).detach()
+        host = loss.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
         pending = host, copied, self.progress(), self.steps, now, self.tokens, epoch, lr
         self._read_loss()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 
 from prepare import TIME_BUDGET
@@ -27,9 +28,10 @@ EMPTY |= dict(reason="", by="")
 
 
 def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
-    """The row of a line; None if it is no row."""
+    """The row of a line; None if it is no row. A spreadsheet puts quotes around a field with a comma."""
+    fields = (re.sub('^"(.*)"$', r"\1", field) for field in line.split("\t"))
     with suppress(ValueError):
-        row = EMPTY | dict(zip(columns, map(clean, line.split("\t")), strict=True))
+        row = EMPTY | dict(zip(columns, map(clean, fields), strict=True))
         if columns == EIGHT:
             row |= parse_eight(row)
         row["seed"], row["test_bpb"] = int(row["seed"]), float(row["test_bpb"]) if row["test_bpb"] else None

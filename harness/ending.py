@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from harness.git import script
 from harness.warmup import is_out_of_memory
 from prepare import PrepareError
 
@@ -34,8 +35,10 @@ def crash_reason(error: BaseException) -> str:
         return "out of memory"
     if isinstance(error, (FloatingPointError, PrepareError)):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == "train.py"]
-    lines += re.findall(r'File ".*train\.py", line (\d+)', str(error))  # torch.compile names them in its message
+    frames, name = traceback.extract_tb(error.__traceback__), script()
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == name]
+    lines += re.findall(
+        rf'File ".*{re.escape(name)}", line (\d+)', str(error)
+    )  # torch.compile names them in its message
     where = ", called from".join(f" line {line}" for line in lines[:-3:-1])
     return type(error).__name__ + where

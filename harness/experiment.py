@@ -95,7 +95,9 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)
-        assert clock.stopped is not None, "train() must start, advance and stop the clock"
+        assert clock.stopped is not None and clock.steps, "train() must start, advance and stop the clock"
+        if not hasattr(model, "config"):  # it is wrapped, as an average of weights may be
+            model.config = next(module.config for module in model.modules() if hasattr(module, "config"))
         start = time.perf_counter()
         val_bpb, test_bpb = score(model, tokenizer, "val"), None
         eval_seconds = time.perf_counter() - start
@@ -113,13 +115,13 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             "total_tokens_M": round(tokens_M, 1),
             "num_steps": clock.steps,
             "num_params_M": round(num_params(model) / 1e6, 1),
-            "depth": "?",
+            "depth": numbers.get("depth", "?"),
             "tokens_per_sec": round(clock.tokens / seconds),
             "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
             "eval_seconds": round(eval_seconds, 1),
             "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
-            **numbers,
         }
+        summary |= numbers | summary  # train() adds numbers, and changes none
         result = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     except BaseException as error:
         clock.release()

@@ -3,38 +3,70 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-from contextlib import suppress
+import sys
+from pathlib import Path
 
 import harness
 from harness.record import night_record
+from prepare import read
 
 DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
+IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+import\b|import\s+([\w., ]+))", re.M)
 
 
 def git_head() -> tuple[str, str]:
     """The commit and the description of a run that starts now (under night: as of its start): HEAD's short hash, with
-    + if files that decide the number are not as committed, and its subject, which then names them. 0000000 and ""
-    without git."""
+    + if files that decide the number are not as committed or another script than train.py runs, and its subject, which
+    then names them. 0000000 and "" without git."""
     record = night_record()
     if "commit" in record:
         return record["commit"], record["description"]
-    with suppress(OSError, subprocess.SubprocessError):
+    try:
         out = run_git("log", "-1", "--format=%H%x09%s", timeout=10).stdout
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
-        if names := uncommitted():
-            return f"{commit[:7]}+", f"{subject} (uncommitted: {', '.join(names)})"
-        return commit[:7], subject
-    return "0000000", ""
+        names = uncommitted()
+        notes = f" (uncommitted: {', '.join(names)})" if names else ""
+        notes += f" (ran {script()})" if script() != "train.py" else ""
+        return commit[:7] + ("+" if notes else ""), subject + notes
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"no commit in this row: {problem(error)}", file=sys.stderr)
+        return "0000000", ""
+
+
+def problem(error: Exception) -> str:
+    """What git has said, such as that the clone belongs to another user, in one line; else the error itself."""
+    said = getattr(error, "stderr", None) or b""
+    return " ".join(said.decode(errors="replace").split()) or str(error)
+
+
+def script() -> str:
+    """The file of this clone that is running, such as a copy of train.py; else train.py."""
+    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    return main.name if main.is_file() and main.parent == harness.RESULTS.parent else "train.py"
 
 
 def uncommitted() -> list[str]:
     """The decisive files that are not as committed, new ones (ignored or not) included. Raises CalledProcessError."""
+    files = with_imports([script(), *DECISIVE])
     changed, new = (
-        run_git(*command.split(), "--", *DECISIVE, timeout=10).stdout.decode(errors="replace").splitlines()
+        run_git(*command.split(), "--", *files, timeout=10).stdout.decode(errors="replace").splitlines()
         for command in ("diff --name-only --relative HEAD", "ls-files --others")
     )
     return changed + [name for name in new if name.endswith(".py")]
+
+
+def with_imports(names: list[str]) -> list[str]:
+    """Files and folders of this clone, then those that they import, and that these do."""
+    root, found = harness.RESULTS.parent, [*names]
+    for name in found:  # which grows
+        text = "\n".join(map(read, [root / name, *(root / name).rglob("*.py")]))
+        words = {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", " ".join(line))}
+        there = [f"{word}.py" for word in words if (root / f"{word}.py").is_file()]
+        there += [word for word in words if any((root / word).glob("*.py"))]
+        found += {*there}.difference(found)
+    return found
 
 
 # Variables that would send our git calls to another repository, index or work tree: a hook or an alias sets them. Not

@@ -480,7 +480,7 @@ SECTIONS = [
         ("if not math.isfinite(bpb):\n        raise", "if False:\n        raise"),
         ("for line in lines[:-3:-1]", "for line in lines[-2:]"),
         ("for line in lines[:-3:-1]", "for line in lines[:-2:-1]"),
-        ('Path(frame.filename).name == "train.py"', "True"),
+        ("Path(frame.filename).name == name", "True"),
         ("return bool(said) or isinstance", "return isinstance"),
     ]),
     ("The end of a run", "harness", ["test_harness.py", "-k", "wrong_shape"], [
@@ -1341,7 +1341,7 @@ SECTIONS = [
         ("sd * np.sqrt(2 / pairs)", "sd * np.sqrt(1 / pairs)"),
     ]),
     ("The columns", "harness/columns.py", ["test_harness.py", "-k", "older or each_value or budget or common or notebook or line_of_its_own"], [
-        ('map(clean, line.split("\\t"))', 'line.split("\\t")'),
+        ("map(clean, fields)", "fields"),
         ('if columns == EIGHT:', 'if False:'),
         ('if row["status"] == "crash" and text', 'if text'),
         ('row["status"] == "crash" and text.endswith("]")', 'False'),
@@ -1416,12 +1416,15 @@ SECTIONS = [
         ('self.args, self.dataset = args, prepare.dataset_id()', 'self.args, self.dataset = args, None'),
         ('budget=self.args.budget, seed=self.args.seed)', 'budget=self.args.budget)'),
     ]),
-    ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or seven_digits"], [
+    ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or seven_digits or told_from"], [
         ('"kernels.py", "harness"]', '"kernels.py"]'),
         ('"prepare.py", "kernels.py"', '"prepare.py"'),
-        ('return f"{commit[:7]}+"', 'return f"{commit[:7]}"'),
+        ('("+" if notes else "")', '""'),
+        ('(ran {', '({'),
+        ("    for name in found:  # which grows", "    for name in names:"),
+        ("with_imports([script(), *DECISIVE])", "with_imports(DECISIVE)"),
         ('(uncommitted: {', '({'),
-        ('return commit[:7], subject', 'return commit[:9], subject'),
+        ('return commit[:7] + ', 'return commit[:9] + '),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
         ('and (row["status"] == "report") == self.report', ''),

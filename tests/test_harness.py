@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -277,6 +278,23 @@ def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
     assert len(harness.read_results(log.path)) == 2
 
 
+def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
+    """Excel as text: with a byte order mark, its line ends, numbers as short as can be, and quotes around commas."""
+    values = dict(gpu="NVIDIA H200, without FA3", dataset="corpus-1")
+    log(1.2, description="LR 0.04 -> 0.03, wider", **values)
+    log(1.3, description="plain", **values)
+    before = harness.read_results(log.path)
+    fields = [line.split("\t") for line in log.path.read_text().splitlines()]
+    fields = [
+        [re.sub(r"(\.\d*?)0+$", r"\1", f'"{f}"' if "," in f else f).removesuffix(".") for f in row] for row in fields
+    ]
+    log.path.write_bytes("".join("\t".join(row) + "\r\n" for row in fields).encode("utf-8-sig"))
+    assert b'"LR 0.04 -> 0.03, wider"\t"NVIDIA' in log.path.read_bytes() and b"\t1.2\t2.5\t" in log.path.read_bytes()
+    assert harness.read_results(log.path) == before
+    assert log(1.25, **values) == "discard", "compared with what it was compared with before"
+    assert len(harness.read_results(log.path)) == 3 and not capsys.readouterr().err
+
+
 def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
     """Its analysis.ipynb takes five columns by name, turns two into numbers, counts each status in capitals, and draws
     all but crashes over their number, the kept ones with their descriptions."""
@@ -298,13 +316,15 @@ def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
     assert numbers.notna().all(axis=None) and frame["status"].str.upper().tolist() == counts
 
 
-def test_without_git_the_row_is_written_all_the_same(tmp_path, monkeypatch):
+def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     for path in (str(tmp_path), os.environ["PATH"]):  # no git at all; git, but no repository
         monkeypatch.setenv("PATH", path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         harness.log_result(val_bpb=1.0, memory_gb=1.0, gpu="T4", dataset="d")
     assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
+    missing, none = capsys.readouterr().err.splitlines()
+    assert "no commit in this row: [Errno 2]" in missing and "no commit in this row: fatal: not a git rep" in none
 
 
 def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
@@ -676,6 +696,38 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
     (folder / "harness" / "new.py").write_text("# git has not seen it\n")
     (folder / ".git" / "info" / "exclude").write_text("new.py\n")
     assert harness.git_head() == (f"{commit}+", "idea, seed 7 [x] (uncommitted: harness/new.py)")
+
+
+def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_told_from_the_commit(
+    log, git, monkeypatch
+):
+    """Other scripts, and folders in which a logger of that name leaves its files, are not."""
+    monkeypatch.setattr(harness, "RESULTS", log.path)
+    folder = log.path.parent
+    (folder / "models").mkdir(), (folder / "wandb").mkdir()
+    (folder / "train.py").write_text("import math, wandb\nfrom models.gpt import GPT  # a model\nimport harness\n")
+    git("add", "."), git("commit", "-qm", "split")
+    commit, description = git("rev-parse", "HEAD")[:7], lambda: harness.git_head()[1]
+    (folder / "wandb" / "log.txt").write_text("import plots\n")
+    (folder / "plots.py").write_text("# no part of a run\n")
+    assert harness.git_head() == (commit, "split")
+    (folder / "models" / "gpt.py").write_text("def build():\n    from constants import WIDTH\n")
+    assert harness.git_head() == (f"{commit}+", "split (uncommitted: models/gpt.py)")
+    (folder / "constants.py").write_text("from models.gpt import build\nWIDTH = 1\n")
+    assert description() == "split (uncommitted: constants.py, models/gpt.py)"
+    git("add", "."), git("commit", "-qm", "split")
+    (folder / "constants.py").write_text("WIDTH = 2\n")
+    assert description() == "split (uncommitted: constants.py)"
+    git("add", "."), git("commit", "-qm", "wide")
+    (folder / "train_v2.py").write_text("def train():\n    return 1 / 0\n")
+    assert description() == "wide"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"))
+    assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
+    git("add", "."), git("commit", "-qm", "copied")
+    assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
+    with pytest.raises(ZeroDivisionError) as error:
+        runpy.run_path(folder / "train_v2.py")["train"]()
+    assert harness.crash_reason(error.value) == "ZeroDivisionError line 2"
 
 
 @pytest.mark.parametrize("object_format", ["sha1", "sha256"])

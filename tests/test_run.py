@@ -386,9 +386,28 @@ replace(experiment, "evaluate_bpb", split_of)
     assert "test_bpb" not in run.summary and len(clone.rows) == 1, "night has asked for neither"
 
 
-def test_a_run_that_never_used_the_clock_is_a_crash(clone):
-    edit = "train.train = lambda clock, _, device, seed, gpu: (train.build_model(train.SIZES[0][1], device, gpu), {})"
-    assert "must start, advance and stop the clock" in clone.run(edit=edit).err and clone.statuses == ["crash"]
+@pytest.mark.parametrize(
+    "use", ["", "clock.start(); clock.stop()", "clock.advance(1, 2.0, 1)"], ids=["never", "no step", "no start"]
+)
+def test_a_run_that_does_not_use_the_clock_as_it_must_is_a_crash_that_says_so(clone, use):
+    loop = f"""
+def loop(clock, tokenizer, device, seed, gpu):
+    {use}
+    return train.build_model(train.SIZES[0][1], device, gpu), {{}}
+train.train = loop"""
+    run = clone.run(edit=loop)
+    assert re.search("train.. must start, advance and stop the clock|start the clock before", run.err), run
+    assert clone.statuses == ["crash"]
+
+
+def test_a_wrapped_average_of_the_weights_is_scored_and_losses_may_be_numbers(clone):
+    """What train() returns beside it changes no number of the harness."""
+    average = """
+from torch.optim.swa_utils import AveragedModel
+replace(train, 'train', lambda real, *args: (AveragedModel(real(*args)[0]), dict(val_bpb=0.1, mine=7)))
+replace(harness.Clock, 'advance', lambda real, clock, tokens, loss, *more: real(clock, tokens, loss.item(), *more))"""
+    run = clone.run("--save", "--tokens", "2048", edit=average)
+    assert run.code == 0 and run.err == "" and float(run.summary["val_bpb"]) > 1 and run.summary["mine"] == "7", run
 
 
 @pytest.mark.slow

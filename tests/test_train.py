@@ -365,6 +365,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
     x, y, _ = next(batches())
     model(x, y)
     assert set(allowed) == {(fast, fast, True)}
+    model.wte = model._modules.pop("embed")  # under any name
     assert train.make_scaler(model).is_enabled() != fast
 
 
@@ -394,6 +395,11 @@ def test_a_parameter_that_declares_nothing_keeps_its_first_values_and_learns_by_
             p.data += 1
     lr = train.MATRIX_LR if kind == "muon" else train.GATE_LR
     assert said(capsys) == f"blocks.*.mlp.shift declares no optimizer: {kind}, lr {lr}\n"
+
+
+def test_what_is_computed_from_parameters_can_declare_nothing():
+    with pytest.raises(AssertionError, match=re.escape("declare() its parameters")):
+        train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
 
 
 def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
