@@ -50,6 +50,18 @@ VARIANTS = [
 ]
 
 
+def resources(compiled) -> dict[str, int]:
+    """Registers, and bytes that spill and of shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(sys.modules["triton"].__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    spilled = found["STACK"] + found["LOCAL"]
+    return {"registers": found["REG"], "spilled": spilled, "shared": compiled.metadata.shared}
+
+
 def compile_variant(name: str, types: list, constants: dict, warps: int, capability: int, dtype: str) -> dict:
     """What the assembler reports about one variant. TRITON_INTERPRET must be unset: else there is no IR."""
     import triton
@@ -66,16 +78,7 @@ def compile_variant(name: str, types: list, constants: dict, warps: int, capabil
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": warps})  # raises what ptxas raises
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
-    resources = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {
-        "registers": resources["REG"],
-        "spilled": resources["STACK"] + resources["LOCAL"],
-        "shared": compiled.metadata.shared,
+    return resources(compiled) | {
         "dot": "tt.dot" in compiled.asm["ttir"] or "mma" in compiled.asm["ptx"],
         "mufu": len(re.findall(r"\b(?:ex2|rsqrt|rcp|div|lg2|tanh)\.", compiled.asm["ptx"])),
     }
