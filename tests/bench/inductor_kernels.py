@@ -39,7 +39,7 @@ from triton.backends.compiler import GPUTarget
 import harness
 import train
 
-harness.GPUS["RTXPRO6000"] = (12, 0), 188, 2617, 1, 95
+harness.GPUS["RTXPRO6000"] = (12, 0), 188, 2597, 1, 95
 THREADS = {70: 2048, 75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # per multiprocessor
 
 
