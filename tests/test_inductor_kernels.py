@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not version("torch").startswith("2.13."), reason="pretending rests on PyTorch's internals, here on those of 2.13"
+)
 ROOT = Path(__file__).parent.parent
 
 NORM = """
@@ -48,8 +52,7 @@ def test_a_norm_and_its_backward_fit_two_chips_and_a_misfit_is_named():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("gpu", ["T4", "RTX4090", "H100"])
-def test_every_kernel_of_a_training_step_fits_and_none_spills(gpu):
-    row = python(ROOT / "tests/bench/inductor_kernels.py", gpu)[-1]  # misfits would come after it
-    assert row.startswith(f"| {gpu} |")
+def test_every_kernel_of_a_t4s_training_step_fits_and_none_spills():
+    row = python(ROOT / "tests/bench/inductor_kernels.py", "T4")[-1]  # misfits would come after it
+    assert row.startswith("| T4 |")
     assert int(row.split("|")[4]) > 30
