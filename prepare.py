@@ -372,13 +372,14 @@ def find_source(data: str) -> tuple[str, Callable]:
 def find_folder(folder: Path) -> tuple[str, list, Callable]:
     """Label, what to hash, and the function from num_shards to Files, of a folder of the user's."""
     if not folder.is_dir():
-        raise PrepareError(f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}: check the spelling")
+        problem = f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}"
+        raise PrepareError(f"{problem}: check the spelling, or give a file's folder")
     files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
     names = {path: path.relative_to(folder).as_posix() for path in files}
     paths = [path for path in names if path.suffix.lower() in (".parquet", ".txt") and path.is_file()]
     paths = [path for path in paths if "/." not in f"/{names[path]}"]
     if not paths:
-        raise PrepareError(f"no .parquet or .txt files in {folder}: give --data another folder")
+        raise PrepareError(f"no .parquet or .txt files in {folder}: convert what is there, or give another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"

@@ -56,7 +56,7 @@ say_once = functools.cache(print)
 # ---- Numerics and size by GPU
 
 @dataclass(frozen=True)
-class Config:  # of model and batch; saved with the weights
+class Config:  # saved with the weights
     depth: int  # layers
     n_embd: int  # width of the residual stream
     head_dim: int = 128
@@ -123,14 +123,14 @@ def scale_batch(config: Config, seconds: float) -> Config:
     batch = dict(device_batch_size=math.gcd(config.device_batch_size, sequences))
     return replace(config, total_batch_size=sequences * config.seq_len, **batch)
 
-# ---- A parameter declares its initial values and its optimizer where it is made
+# ---- A parameter declares its init and its optimizer where it is made
 
 def declare(x, init, optim):
     """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills x,
-    or None (as constructed). optim: from a function below, or None (by shape)."""
+    or None (as constructed); what is written into x later wins. optim: from below, or None (by shape)."""
     p = x if isinstance(x, nn.Parameter) else x.weight
     assert p.is_leaf, "declare() its parameters"
-    p.init, p.optim = init, optim
+    p.init, p.optim, p.made = init, optim, p._version
     return x
 
 def muon(lr, split=None):
@@ -372,12 +372,10 @@ class GPT(nn.Module):
         seed = torch.initial_seed()
         for name, p in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if getattr(p, "init", None) is None:  # as constructed, also after a warm-up
+            if getattr(p, "init", None) is None or p.made < p._version:
                 p.init = functools.partial(torch.Tensor.copy_, other=p.clone())
-            if callable(p.init):
-                p.init(p)
-            else:
-                nn.init.uniform_(p, -p.init * 3**0.5, p.init * 3**0.5)
+            p.init(p) if callable(p.init) else nn.init.uniform_(p, -p.init * 3**0.5, p.init * 3**0.5)
+            p.made = math.inf
         torch.manual_seed(seed)
         update_buffers(self)
 

@@ -37,8 +37,7 @@ def crash_reason(error: BaseException) -> str:
         return str(error)
     frames, name = traceback.extract_tb(error.__traceback__), script()
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == name]
-    lines += re.findall(
-        rf'File ".*{re.escape(name)}", line (\d+)', str(error)
-    )  # torch.compile names them in its message
+    # torch.compile names them in its message
+    lines += re.findall(rf'File ".*{re.escape(name)}", line (\d+)', str(error))
     where = ", called from".join(f" line {line}" for line in lines[:-3:-1])
     return type(error).__name__ + where

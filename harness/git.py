@@ -31,11 +31,11 @@ def git_head() -> tuple[str, str]:
         notes += f" (ran {script()})" if script() != "train.py" else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"no commit in this row: {problem(error)}", file=sys.stderr)
+        print(f"no commit in this row: {git_problem(error)}", file=sys.stderr)
         return "0000000", ""
 
 
-def problem(error: Exception) -> str:
+def git_problem(error: Exception) -> str:
     """What git has said, such as that the clone belongs to another user, in one line; else the error itself."""
     said = getattr(error, "stderr", None) or b""
     return " ".join(said.decode(errors="replace").split()) or str(error)

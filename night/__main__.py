@@ -146,6 +146,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone
-        sys.exit(f"night: {harness.problem(error)}")
+        sys.exit(f"night: {harness.git_problem(error)}")
     except KeyboardInterrupt:
         sys.exit("night: interrupted")

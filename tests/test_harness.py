@@ -721,7 +721,7 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     git("add", "."), git("commit", "-qm", "wide")
     (folder / "train_v2.py").write_text("def train():\n    return 1 / 0\n")
     assert description() == "wide"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"), raising=False)
     assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
     git("add", "."), git("commit", "-qm", "copied")
     assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")

@@ -71,7 +71,8 @@ def bad_parquet(path: Path, content) -> None:
     ("make", "args", "remedy"),
     [
         (None, ["--data", "climbmax"], "spelling"),
-        (None, ["--data", "{}"], "another folder"),
+        (None, ["--data", __file__], "a file's folder"),
+        (None, ["--data", "{}"], "convert what is there, or give another folder"),
         (None, ["--num-shards", "0"], "give 1 to 6541"),
         (None, ["--num-shards", "6542"], "give 1 to 6541"),
         ((["a", "b"], "content"), ["--data", "{}/bad"], "rename its text column"),

@@ -402,6 +402,30 @@ def test_what_is_computed_from_parameters_can_declare_nothing():
         train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
 
 
+def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values_stays(monkeypatch):
+    """As self.apply(_init_weights) does at the end of a constructor. The optimizer is the declared one."""
+
+    def fill(module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.constant_(module.weight, 0.25)
+
+    class Filled(train.GPT):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.apply(fill)
+
+    kinds = [group["kind"] for group in build()[1].param_groups]
+    monkeypatch.setattr(train, "GPT", Filled)
+    model, optimizer = build()
+    for _ in range(2):  # and again after a warm-up
+        assert (model.lm_head.weight == 0.25).all() and (model.blocks[0].mlp.c_proj.weight == 0.25).all()
+        assert model.embed.weight.std() > 0.9 and [group["kind"] for group in optimizer.param_groups] == kinds
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 1
+        model.init_weights()
+
+
 def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
     values = []
     for seed in (1, 1, 2):
