@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from small_corpus import ROOT, told
 from test_wave import TWO_SLOTS, Clone
 
 import harness
+import prepare
 from night import agent as agents
 from night import gains, proposals, rows
 from night import loop as loops
@@ -32,6 +34,7 @@ from night.ideas import describe
 from night.statuses import set_status
 from night.wave import Trainer
 
+KEY = f"of an API {uuid.uuid4()}"  # which no other process on this machine has among its arguments
 TRAIN = """\
 A = 30
 #
@@ -78,6 +81,13 @@ print("in a", os.environ.get("SANDBOX")) if word != "odd" else None
 def edit(knob, by):
     train.write_text(re.sub(rf"\b{knob} = ([\d.]+)", lambda m: f"{knob} = {float(m[1]) + by + n / 1000}", text))
 
+def run_out_of_time():
+    guard = os.getppid()
+    while not int(re.search(r"SigCgt:\s*(\w+)", open(f"/proc/{guard}/status").read())[1], 16) >> 13 & 1:
+        time.sleep(0.01)  # until it handles SIGALRM
+    os.kill(guard, 14)
+    time.sleep(99)
+
 def daemon():
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
@@ -116,7 +126,7 @@ elif word == "crlf":
     train.write_bytes(train.read_bytes().replace(b"\n", b"\r\n"))
 elif word == "half":
     train.write_text(text.replace("A = ", "A = 3 *"))
-    time.sleep(99)
+    run_out_of_time()
 elif word == "killed":
     edit("A", -1)
     os.kill(os.getpid(), 9)
@@ -135,14 +145,14 @@ elif word == "odd":
 
 # --------------------------------------------------------------------------------- nights with a pool that is not there
 class Clock:
-    """Time that passes while the loop sleeps: quickly while no agent is at work."""
+    """Time that passes while the loop sleeps: hardly while an agent is at work, however slow this machine is."""
 
     def __init__(self, file: Path):
         self.time, self.file, self.night = 0.0, file, SimpleNamespace(agents=(), next_ask=0.0)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(0.05 if self.night.agents else 0)
-        self.time += seconds if self.night.agents else 60
+        self.time += seconds / 100 if self.night.agents else 60
         if not self.night.agents:
             self.time = max(self.time, self.night.next_ask)
         self.file.write_text(str(self.time))
@@ -160,7 +170,7 @@ class Played(Scratch):
         self.clock = Clock(folder.with_name("clock"))
         monkeypatch.setattr(loops, "monotonic", lambda: self.clock.time)
         monkeypatch.setattr(loops, "sleep", lambda seconds: self.clock.sleep(seconds))
-        monkeypatch.setenv("KEY", "of an API")
+        monkeypatch.setenv("KEY", KEY)
 
     def loop(self, *options: str) -> loops.Loop:
         args = parse(["loop", *options])
@@ -188,7 +198,7 @@ class Played(Scratch):
         """A night until its end. words: of agents, each a list of what it does. real: in processes of their own."""
         self.monkeypatch.setattr(agents, "start", self.start if real else self.puppet)
         command = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
-        options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=20", *command, *args]
+        options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=200", *command, *args]
         night = self.clock.night = self.loop(*options)
         base = self.head(), "base"
         if not self.kind.rows():
@@ -232,11 +242,11 @@ def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its
 
 
 def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
-    played.night("half", args=["--agent-limit=1", "--hours=0.01"])
+    played.night("half", args=["--hours=0.01"])
     played.night("killed", args=["--hours=0.01"])
     assert not played.tried()
     half = "its edit may be half done"
-    assert {*played.verdicts()} == {f"failed: cut off after 1 s; {half}", f"failed: killed by signal 9; {half}"}
+    assert {*played.verdicts()} == {f"failed: cut off after 200 s; {half}", f"failed: killed by signal 9; {half}"}
     played.night("stopped", args=["--runs=1"])
     assert played.tried()[0][0].endswith(" (exit status 1)"), "an error of its own may have cut it off"
 
@@ -384,7 +394,7 @@ def test_one_night_of_all_that_agents_and_people_do_loses_and_invents_no_row_and
         monkeypatch.setattr(module, "start_pool", lambda args: (played.pool, played.kind))
     monkeypatch.setattr(loops.os, "execv", lambda program, words: reports.report(parse(words[3:])))
     agent = f"--agent={sys.executable} {played.agent} banner,pretends,half,A,B,worse {played.calls} {{prompt}}"
-    limits = ["--agents=1", "--agent-limit=8", "--runs=10"]
+    limits = ["--agents=1", "--agent-limit=200", "--runs=10"]
     loops.loop(parse(["loop", agent, "--agent-env=KEY", "--report", *limits]))
     output, rows_now = capfd.readouterr().out, played.rows()
     assert not [*played.pool.user] and re.search(r"^1\d runs: ", output, re.M) and 2400 < clock.time < 8 * 3600
@@ -401,7 +411,7 @@ def test_one_night_of_all_that_agents_and_people_do_loses_and_invents_no_row_and
     limited = "exit status 1: Error: 401 Unauthorized"
     assert failed[:4] == (limited,) * 4 and 4 <= failed.count(limited) <= 8 and len({*failed}) == 3
     assert "train.py is unchanged: Error: 429 RESOURCE_EXHAUSTED" in failed
-    assert "failed: cut off after 8 s; its edit may be half done" in played.verdicts()
+    assert "failed: cut off after 200 s; its edit may be half done" in played.verdicts()
 
     # Commits: theirs are where they left them, and the night goes on from the best beside them
     notes, _, _, _, elsewhere, *_ = theirs
@@ -491,7 +501,7 @@ def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypat
     harness.RESULTS.write_text(header + "\n".join(lines) + "\n")
     begun = time.process_time()
     text = agents.memory(played.rows())
-    assert time.process_time() - begun < 3
+    assert time.process_time() - begun < 30  # about 1 on an idle machine
     assert 0.5 * agents.MEMORY < len(text) <= agents.MEMORY + 200
     assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and head in text
     assert re.search(r"\n\d{4} more experiments, none of them better than these, are left out\.$", text)
@@ -837,7 +847,7 @@ class Loop(Clone):
         """words: of agents, each a list of what it does."""
         commands = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
         options = ["--agent-env=NIGHT,KEY", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *commands, *args]
-        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="", KEY="of an API")
+        return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="", KEY=KEY)
 
     def best(self) -> str:
         """The commit that the night goes on from."""
@@ -845,8 +855,8 @@ class Loop(Clone):
 
     def verdicts(self) -> dict[int, str]:
         """Of all proposals by their numbers. Those that were trained have one row each, the others none."""
-        files = (self.folder / "runs" / "proposals").glob("*/verdict.txt")
-        found = {int(path.parent.name): path.read_text().strip() for path in files}
+        folders = (self.folder / "runs" / "proposals").glob("[0-9]*")  # a loop may be killed before the first verdict
+        found = {int(path.name): prepare.read(path / "verdict.txt") or proposals.ENDED for path in folders}
         assert sorted(found) == [*range(1, len(found) + 1)]
         trained = [verdict for verdict in found.values() if not re.match("refused|failed", verdict)]
         counted = Counter((row["commit"], row["status"]) for row in self.rows() if "base" not in row["description"])
@@ -879,7 +889,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
             assert night.poll() is None, night.stdout.read()
         if stage <= kills:
             night.kill()
-            assert loop.all_gone(30)
+            assert loop.all_gone()
     output = loop.finish(night)
     assert loop.all_gone(0)
     verdicts = loop.verdicts()
@@ -912,12 +922,15 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
 
 @pytest.mark.slow
 def test_a_night_ends_with_its_report_whatever_git_and_agents_did(loop):
-    """A lock that stays until the end; agents that fail before they work. Its prompts begin before there is a row."""
+    """A lock that is there when the first gain is found; agents that fail before they work. Its prompts begin before
+    there is a row."""
+    locked = loop.folder.with_name("locked")
+    loop.commit(base2=BODY + f"\n    while A < 30 and not os.path.exists({str(locked)!r}): time.sleep(0.05)")
     night = loop.loop("fail,A,elsewhere", args=["--runs=2", "--report", "--agents=1"])
     while "trains as" not in "".join(path.read_text() for path in loop.folder.glob("runs/proposals/*/verdict.txt")):
         time.sleep(0.02)
     lock = loop.folder / ".git" / "refs" / "heads" / "autoresearch" / "mar5.lock"
-    lock.touch()
+    lock.touch(), locked.touch()
     while "mar5.lock" not in (line := night.stdout.readline()):
         assert line, "no word about the lock"
     lock.unlink()
@@ -932,11 +945,12 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
     for end, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         loop.calls.unlink(missing_ok=True)
         night = loop.loop("hang", args=["--agent-limit=99"])
-        while not loop.calls.exists():
+        while prepare.read(loop.calls).count("call") < 2:  # as many as are asked at a time
             time.sleep(0.05)
+            assert night.poll() is None, night.stdout.read()
         night.send_signal(end)
         output = night.communicate(timeout=120)[0]
-        assert night.returncode == code and loop.all_gone(30)
+        assert night.returncode == code and loop.all_gone()
         assert ("ended early: 0 proposals so far" in output) == (end == signal.SIGINT)
     assert {*loop.verdicts().values()} == {proposals.ENDED}
 

@@ -35,7 +35,7 @@ class Warm:
 
     def stop(self) -> None:
         self.requests.close()
-        self.process.wait(10)
+        self.process.wait(100)
 
 
 class Child:
