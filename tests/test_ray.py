@@ -18,7 +18,7 @@ from night import ray_pool
 from night.pool import Ended, Run
 from night.ray_pool import RayPool
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]  # one cluster at a time
+pytestmark = pytest.mark.ray
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
 
