@@ -13,6 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would wait for busy neighbours
 
 import torch
+from hypothesis import HealthCheck, settings
 from small_corpus import write_corpus
 
 import prepare
@@ -25,6 +26,9 @@ for who in ("AUTHOR", "COMMITTER"):
     os.environ |= {f"GIT_{who}_NAME": "tests", f"GIT_{who}_EMAIL": "tests@example.org"}
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
+# The same examples everywhere, however long a slow machine takes for them
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpus import run_prepare, texts, tree, write_parquet
 
@@ -232,7 +232,6 @@ def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
 
 
 @given(texts=st.lists(st.text(max_size=300), max_size=20))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_token_bytes_sum_to_the_bytes_of_the_text(tokenizer, texts):
     table = tokenizer.token_bytes
     for text in ["naïve 你好 🙂", *texts]:
@@ -302,7 +301,7 @@ def test_reads_cross_the_borders_of_shards(tokenizer):
 
 
 @given(total=st.integers(2, 400), T=st.integers(1, 60), shuffle=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_each_epoch_visits_each_of_its_windows_once_and_no_token_is_out_of_reach(total, T, shuffle):
     """Nor is a target needed beyond the end: 128 tokens are one window of 64 and its targets, not two."""
     T = min(T, total - 1)

@@ -18,7 +18,7 @@ import http_faults
 import numpy as np
 import pytest
 from http_faults import FaultyServer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_climbmix, write_parquet
 
@@ -543,7 +543,6 @@ def fuzz_results(folder: Path, data) -> None:
 
 
 @pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
     fuzz(fuzzed, data)
