@@ -1047,7 +1047,7 @@ SECTIONS = [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
         ('row["status"] == "crash" or row["commit"] == base[0] for', "False for"),
     ]),
-    ("Agents", "night/agent.py", ["test_loop.py", "-k", "one_night or leaves or cut_off or prompt or cannot_pass or environment"], [
+    ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
         ("return self.described() or self.name + describe", "return self.name + describe"),
         (r'text.replace(b"\r\n", b"\n")', "text"),
