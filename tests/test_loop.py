@@ -389,7 +389,7 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     """And its checkout shows what concerns it."""
     script = "assert sorted(os.listdir()) == ['.git', '.gitignore', 'prepare.py', 'train.py'], os.listdir()\n"
     played.agent.write_text(AGENT.replace("\nprint(", "\n" + script + "print(", 1))
-    played.night("A,elsewhere,odd,fail,B,worse", args=["--runs=4", "--hours=3", "--sandbox=env SANDBOX=box"])
+    played.night("A,elsewhere,B,fail,odd,worse", args=["--runs=4", "--hours=3", "--sandbox=env SANDBOX=box"])
     first, *_, last = (proposals.folder(n) for n in proposals.numbers())
     before, memory, _ = (last / "prompt.md").read_text().split("```")
     assert "in a box\n" in (last / "agent.log").read_text()
@@ -415,20 +415,22 @@ def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(pl
 def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
     """3,000 rows, in seconds; what was kept on this branch stays."""
     header = harness.HEADER + "\n"
-    head = played.head()
+    start, head = played.shell("git log --reverse --format=%h --abbrev=7").split()
 
     def line(commit: str, val_bpb: float, status: str, text: str) -> str:
         return f"{commit}\t{val_bpb:.6f}\t1.0\t{status}\t{text}\tcpu\td\t300 s\t42\t1.0\t\t\trun"
 
     lines = [line(f"{i:07x}", 1.5 + i / 1e5, "discard", f"idea number {i} that was tried") for i in range(1, 3000)]
     lines.insert(2000, line("abcdef0", 1.4, "discard", "the best idea"))
-    lines.insert(0, line(head, 1.5, "keep", "base"))
+    lines.insert(1000, line(head, 1.6, "keep", "kept all the same"))
+    lines.insert(0, line(start, 1.5, "keep", "base"))
     harness.RESULTS.write_text(header + "\n".join(lines) + "\n")
     begun = time.process_time()
     text = agents.memory(played.rows())
     assert time.process_time() - begun < 30  # about 1 on an idle machine
     assert 0.5 * agents.MEMORY < len(text) <= agents.MEMORY + 200
-    assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and head in text
+    assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and start in text
+    assert "kept all the same" in text
     assert re.search(r"\n\d{4} more experiments, none of them better than these, are left out\.$", text)
     assert agents.memory([]) == "" and "left out" not in agents.memory(played.rows()[:50])
 
