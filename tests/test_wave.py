@@ -558,7 +558,7 @@ def test_gpus_that_do_not_answer_are_told_in_a_line_even_if_the_question_cannot_
     asked[0].wait()
 
 
-def test_a_run_a_wave_and_train_py_import_nothing_but_the_base_packages(clone, tmp_path):
+def test_a_run_and_a_wave_import_nothing_but_the_base_packages(clone, tmp_path):
     """The others are in extras."""
     for name in ("ray", "scipy", "optuna", "matplotlib", "rich"):
         (tmp_path / "bin" / f"{name}.py").write_text("raise SystemExit('imported')")
@@ -566,7 +566,5 @@ def test_a_run_a_wave_and_train_py_import_nothing_but_the_base_packages(clone, t
     clone.run("git checkout -q good; python -m night run")
     assert "imported" not in clone.finish(clone.wave("better"))
     assert clone.scores() == {"good": "keep", "better": "keep"}
-    code = "import sys, night.__main__, prepare, train; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
     project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")
     assert "ray" not in re.findall(r'"([\w-]+)', project[0]) and re.search(r'night = \[\s*"ray', project[2])
