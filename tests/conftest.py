@@ -151,4 +151,4 @@ def tmpfs(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
         pytest.skip("may not mount")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "-l", mount], check=True)  # also while something in it is still open
