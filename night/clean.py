@@ -36,6 +36,6 @@ def clean(args: argparse.Namespace) -> None:
 
 def abandoned() -> list[Path]:
     """This user's temporary folders whose owner has ended: checkouts."""
-    found = [path for path in Path("/tmp").glob(f"{SCRATCH}*/") if path.stat().st_uid == os.getuid()]
-    owners = {path: prepare.read(path / OWNER) for path in sorted(found)}
-    return [path for path, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]
+    owners = {path: prepare.read(path / OWNER) for path in sorted(Path("/tmp").glob(f"{SCRATCH}*/"))}
+    found = [path for path, pid in owners.items() if pid.isdigit() and not Path("/proc", pid).exists()]
+    return [path for path in found if path.exists() and path.stat().st_uid == os.getuid()]  # others come and go

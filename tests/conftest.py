@@ -1,7 +1,9 @@
 """Without a CUDA device Triton's interpreter runs the kernels, so the same tests run everywhere. And a small corpus."""
 
 import functools
+import gc
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would wait for busy neighbours
 
 import torch
+from hypothesis import HealthCheck, settings
 from small_corpus import write_corpus
 
 import prepare
@@ -23,6 +26,9 @@ for who in ("AUTHOR", "COMMITTER"):
     os.environ |= {f"GIT_{who}_NAME": "tests", f"GIT_{who}_EMAIL": "tests@example.org"}
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before kernels.py is imported
+# The same examples everywhere, however long a slow machine takes for them
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -31,14 +37,32 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, len(os.sched_getaffinity(0))) if whole else 0
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """A file with fixtures of its own, or a cluster, stays in one process. (xdist 3.8's groups end with pytest 9.1.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def shares(file: str) -> bool:
+        return re.search('scope="module"|mark.ray', (config.rootpath / file).read_text()) is not None
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if shares(file) else nodeid
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none. Those that share a module's fixture share a process."""
+    """Tests marked `gpu` are skipped where there is none."""
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values()):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is no garbage: each Clock.start() would look through all of it, for 0.3 s."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -127,4 +151,4 @@ def tmpfs(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode:
         pytest.skip("may not mount")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "-l", mount], check=True)  # also while something in it is still open

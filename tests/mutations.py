@@ -180,7 +180,6 @@ SECTIONS = [
         ("round(math.log2(seconds / TIME_BUDGET) / 2)", "round(math.log2(seconds / TIME_BUDGET))"),
         ("functools.partial(compiled(GPT.trunk), self)", "compiled(self.trunk)"),
         ("model.eval(), dict(", "model, dict("),
-        ("t.unflatten(1, (-1, W)).flatten(0, 1)", "t.reshape(-1, W, H, D)"),
         ("window = min(config.window, config.seq_len)", "window = config.window"),
         ("if SOFTCAP else logits", "if True else logits"),
     ]),
@@ -900,7 +899,6 @@ SECTIONS = [
         ("scores(rivals).get(run.seed, 0.0)", "0.0"),
         ("scores(rivals).get(run.seed, 0.0)", "scores(rivals).get(run.seed, 9.0)"),
         ("scores(rivals).get(run.seed, 0.0)", "min([9.0, *scores(rivals).values()])"),
-        ("        to_beat = None\n", "        to_beat = math.inf\n"),
         ("    elif run.commit == base[0]:\n", "    elif False:\n"),
         ("                self.judge_by(row)\n", ""),
         ("            self.judge_by(row)  # ideas of", "            pass  # ideas of"),
@@ -1047,7 +1045,7 @@ SECTIONS = [
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
     ]),
-    ("Agents", "night/agent.py", ["test_loop.py", "-k", "one_night or leaves or cut_off or prompt or cannot_pass or environment"], [
+    ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
         ("return self.described() or self.name + describe", "return self.name + describe"),
         (r'text.replace(b"\r\n", b"\n")', "text"),

@@ -127,6 +127,7 @@ def predicted():
     return bench_gpu.predict(T4)
 
 
+@pytest.mark.slow
 def test_recorded_flops_are_those_that_train_counts(predicted):
     flops = {"GEMM": 0.0, "attention forward": 0.0, "attention backward": 0.0}
     for kernel in predicted["recorder"].kernels:
@@ -144,6 +145,7 @@ def test_recorded_flops_are_those_that_train_counts(predicted):
     assert flops["GEMM"] + 12 * T4.head_dim * squares / T == pytest.approx(predicted["flops_per_token"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_t4_is_given_nothing_that_it_lacks(predicted):
     recorder = predicted["recorder"]
     attention = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
@@ -151,6 +153,7 @@ def test_a_t4_is_given_nothing_that_it_lacks(predicted):
     assert not recorder.dtypes & {torch.bfloat16, torch.float64}
 
 
+@pytest.mark.slow
 def test_what_a_t4_lacks_would_be_seen():
     recorder, *_ = bench_gpu.record(SMALL, (7, 5), bench_gpu.chunk_rows("T4"), evaluation=True, capability=(8, 0))
     assert torch.bfloat16 in recorder.dtypes

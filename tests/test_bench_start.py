@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from bench_start import sample
@@ -15,17 +16,21 @@ CALLS = {
 
 @pytest.mark.parametrize("depth, work", [(1, "other"), (2, "Dynamo"), (3, "Inductor")])
 def test_time_goes_to_the_phase_and_to_the_kind_of_work(depth, work):
-    started, ended = threading.Event(), threading.Event()
-    call = ended.wait
+    began, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        began.set()
+        ended.wait()
+
     for file, function in [*CALLS.items()][:depth][::-1]:
         scope = {"call": call}
         exec(compile(f"def {function}(): call()", file, "exec"), scope)
         call = scope[function]
     thread = threading.Thread(target=call)
     thread.start()
-    threading.Timer(0.2, started.set).start()
-    seconds = Counter()
-    sample(seconds, thread.ident, started)
+    began.wait()
+    seconds, looks = Counter(), iter([False] * 20 + [True])
+    sample(seconds, thread.ident, SimpleNamespace(is_set=lambda: next(looks)))
     ended.set()
     assert seconds.keys() == {("forward", work)}
     assert seconds.total() > 0.1

@@ -336,7 +336,7 @@ def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 4
     assert len(log.path.read_text().splitlines()) == 101
     rows, best = harness.read_results(log.path), math.inf

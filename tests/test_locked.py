@@ -277,8 +277,12 @@ class Clone:
 
 @pytest.fixture(autouse=True)
 def referee():
-    """Each fork of this process has its own."""
+    """Each fork of this process has its own, and none of OpenMP's threads, for which it would wait."""
     remote.channel.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -38,9 +38,9 @@ def submit(local: Local, *programs: str, first: int = 0) -> list[Run]:
 
 def until(local: Local, kind: type, count: int) -> list:
     """All events up to so many of a kind."""
-    found, end = [], time.time() + 20
+    found, end = [], time.perf_counter() + 200
     while sum(isinstance(event, kind) for event in found) < count:
-        assert time.time() < end, found
+        assert time.perf_counter() < end, found
         found += local.events()
     return found
 
@@ -84,11 +84,14 @@ def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(l
 def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_last_lines(local, monkeypatch, pause):
     monkeypatch.setattr(checkout, "NEWS", pause)
     lines = "import os, time\nos.makedirs('runs/a'); file = open('runs/a/log.txt', 'w')\n"
-    lines += "for i in range(3): print(i, file=file, flush=True); time.sleep(0.1)\n"
+    lines += "for i in range(3):\n    print(i, file=file, flush=True)\n"
+    lines += "    while not os.path.exists('go'): time.sleep(0.01)\n"
     lines += "open('results.tsv', 'a').write('a row')\nfor i in range(99): print('x' * 10**5)\n"
-    lines += "print('end', sorted(os.listdir()))"
+    lines += "os.remove('go'); print('end', sorted(os.listdir()))"
     (run,) = submit(local, lines)
-    *events, end = until(local, Ended, 1)
+    begun = until(local, Started if pause else News, 1)
+    (local.active[run][1].folder / "go").touch()
+    *events, end = begun + until(local, Ended, 1)
     news = [event for event in events if isinstance(event, News)]
     assert b"".join(event.text for event in news) == b"0\n1\n2\n"
     assert len(news) <= 2 if pause else len(news) > 1
@@ -144,13 +147,13 @@ import os, subprocess, sys, time
 from night import run
 run.PATIENCE = 0.2
 subprocess.Popen.send_signal, os.kill = lambda *_: None, lambda *_: None
-print(*map(int, run.guard(["sleep", "9"], 0.3, os.getppid(), {str(tmp_path / "log")!r})[:2]), flush=True)
+print(*map(int, run.guard(["sleep", "99"], 0.3, os.getppid(), {str(tmp_path / "log")!r})[:2]), flush=True)
 os._exit(0)
 """
     begin = time.monotonic()
-    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert output.stdout == "-9 14\n", output
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 90
 
 
 def test_a_run_whose_pool_has_ended_before_it_began_ends_at_once(tmp_path):

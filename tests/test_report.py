@@ -40,7 +40,7 @@ def bpb(split):
 result(bpb("val"), bpb("test"))
 """
 STUB_RUN = """\
-import sys, time
+import os, sys, time
 import harness
 import prepare
 
@@ -48,7 +48,7 @@ options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
 seed = int(options["seed"])
 
 def result(val_bpb, test_bpb):
-    time.sleep(0.3)
+    time.sleep(999 if seed == 103 and "HOLD" in os.environ else 0)
     harness.log_result(
         val_bpb=val_bpb, memory_gb=2.0, gpu="cpu", budget=harness.budget_name(None, int(options["tokens"])), seed=seed,
         dataset=prepare.dataset_id(), tokens_M=1.3,
@@ -122,9 +122,9 @@ class Clone(Simulated, Night):
         super().__init__(folder, cache)
         self.dataset = prepare.dataset_id(cache / (cache / "current").read_text().strip())
 
-    def report(self, *args: str) -> subprocess.Popen:
+    def report(self, *args: str, **env: str) -> subprocess.Popen:
         command = ["exec python -m night report --per-gpu=2 --tokens=1500000", *args]
-        return self.start(" ".join(command), CUDA_VISIBLE_DEVICES="")
+        return self.start(" ".join(command), CUDA_VISIBLE_DEVICES="", **env)
 
     def finish(self, report: subprocess.Popen, code: int = 0) -> str:
         output = report.communicate(timeout=600)[0]
@@ -164,7 +164,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
 @pytest.mark.slow
 def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows_are_no_experiments(clone, monkeypatch):
     night = clone.simulate(gain=0.02)
-    report = clone.report()
+    report = clone.report(HOLD="the last seed")
     while len(clone.rows()) < len(night) + 2:
         time.sleep(0.05)
         assert report.poll() is None, report.stdout.read()
@@ -362,7 +362,7 @@ def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test
 
     assert [look(a, b, seeds) for seeds in (3, 6, 3, 1, 12)] == [(1, []), (2, []), (1, []), (3, []), (3, [])]
     assert look(a, b, 24, "e") == (1, []), "another text"
-    assert look(c, d, 3) == (1, [f"{a}-{b}"]) and look(a, other, 3) == (1, [])
+    assert look(c, d, 5) == (1, [f"{a}-{b}"]) and look(a, other, 3) == (1, [])
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     text = gains(FIRST, LAST, [FIRST, LAST], rows_of(val, val), 2, ["c-d"])
     assert "On test, which the report on c-d has scored, too, the gain's 99% confidence" in text

@@ -90,8 +90,11 @@ class Run:
         except (TimeoutError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
+        give_up = time.monotonic() + 60
         with pytest.raises(ProcessLookupError):  # nobody is left of its session
-            os.killpg(self.process.pid, 0)
+            while time.monotonic() < give_up:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.01)
         return self
 
     @property
@@ -583,7 +586,8 @@ def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_bef
 def test_a_reader_that_goes_away_makes_no_second_row(clone):
     """`python train.py | head`: the summary finds a broken pipe."""
     edit = "sys.stdout.reconfigure(line_buffering=True)\n"
-    edit += "replace(experiment, 'log_result', lambda real, **row: (real(**row), print('here'), time.sleep(0.5))[0])"
+    edit += "import select\nreader = select.poll(); reader.register(1, 0)\n"  # its poll() waits until it is gone
+    edit += "replace(experiment, 'log_result', lambda real, **row: (real(**row), print('here'), reader.poll())[0])"
     ours, theirs = os.pipe()
     run = clone.start(edit=edit, out=theirs)
     os.close(theirs)
@@ -611,7 +615,7 @@ replace(experiment, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(
 """
     run = clone.run(edit=edit)
     assert re.search(r"^Timeout \(0:00:01\)!\n(.*\n)*?.* in wait_for_data\n", run.err), run
-    assert run.err.count("Timeout") == 1
+    assert "in score\n" not in run.err, "which may take as long as it likes"
     assert run.code == 0 and clone.statuses == ["keep"]
 
 
