@@ -6,11 +6,13 @@ tune, report, Ray and, on a terminal, show and watch need pip install -e '.[nigh
 """
 
 import argparse
+import io
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import harness
@@ -130,10 +132,16 @@ def duration(text: str) -> float:
     return float(text)
 
 
+class Output(io.FileIO):
+    """A full disk, or a reader that has gone, ends no night: what cannot be written is lost."""
+
+    def write(self, data: bytes) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
 def main() -> int | None:
-    # Rows are in a log as they come; a terminal may lack a subject's emoji
-    if sys.stdout:  # None under `>&-`
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     args = parse()
     try:
         return args.function(args)
@@ -143,8 +151,16 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
+    for name in ("stdout", "stderr"):
+        if old := getattr(sys, name):  # None under `>&-`
+            # Rows are in a log as they come; a terminal may lack a subject's emoji
+            options = dict(encoding=old.encoding, line_buffering=True, errors="replace")
+            raw = Output(old.fileno(), "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
     try:
         sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"night: {(error.stderr or b'').decode(errors='replace').strip() or error}")
     except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone
         sys.exit(f"night: {error}")
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +13,7 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
+from harness.columns import identity
 from night.commits import doubts
 from night.git import in_history, revisions
 from night.gpus import gpu_names
@@ -23,6 +25,8 @@ from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
+
+PAUSE = 10  # seconds until a full disk is tried again
 
 
 def wave(args: argparse.Namespace) -> None:
@@ -195,6 +199,9 @@ class Trainer:
                     self.submit(run, base)
                     continue
                 row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
+                while not self.stopped and identity(row) not in map(identity, harness.read_results()):
+                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
+                    row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
                 print(text)
                 self.judge_by(row)
                 yield run, row
