@@ -7,11 +7,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
+from night.proposals import parse
 from prepare import PrepareError
 
 SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
 # with --tokens none, as they change what a token costs
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
+FLOAT = rb"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 
 
 class Knob(NamedTuple):
@@ -50,9 +52,11 @@ def read_knobs(
 ) -> list[Knob]:
     """The top-level constants of a train.py, and those in `searched` of its SIZES[live]; or only `names`.
 
-    Raises PrepareError for unknown names."""
+    Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
     nodes, fields, rows, size, sizes = {}, {}, [], None, {}
-    for node in ast.parse(source).body:
+    if not (tree := parse(source)):
+        raise PrepareError("train.py is no valid Python: run it to see where")
+    for node in tree.body:
         match node:
             case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
                 pass
@@ -76,7 +80,9 @@ def read_knobs(
     wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
-    return [knob for name, knob in found.items() if name in wanted]
+    if not (knobs := [knob for name, knob in found.items() if name in wanted]):
+        raise PrepareError("train.py has no knob: set a constant to a positive number on a line of its own, LR = 0.04")
+    return knobs
 
 
 def number(node: ast.expr) -> float | None:
@@ -90,7 +96,7 @@ def number(node: ast.expr) -> float | None:
 def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
     """A knob, or None unless it is a positive number on one line. A comment `# [low, high]` sets a constant's range."""
     value, line = number(node), lines[node.lineno - 1]
-    if not value or value < 0 or node.lineno != node.end_lineno:
+    if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
         return None
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
     fraction = value < 1 and not re.search(RATES, name)
@@ -98,7 +104,7 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
     if choices:
         low, high = min(choices), max(choices)
-    pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
+    pair = re.search(rb"#.*\[\s*%b\s*,\s*%b\s*\]" % (FLOAT, FLOAT), line[node.end_col_offset :])
     if pair and not sizes:
         low, high = map(float, pair.groups())
         if not low <= value <= high:

@@ -152,6 +152,10 @@ def test_a_range_without_the_value_and_an_unknown_knob_are_refused():
         read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
+    for source, reason in ((b"A = = 1", "no valid Python"), (b"A = -1\nB = 1e308\nC = 5e-324\n", "has no knob")):
+        with pytest.raises(PrepareError, match=f"train.py .*{reason}"):
+            read_knobs(source, None)
+    assert read_knobs(b"A = 5.0  # of [-, .]", None)[0].high == 10
 
 
 def test_sizes_are_those_of_the_last_run_and_by_tokens_none_is_searched_as_it_may_make_a_token_dearer(
