@@ -171,9 +171,12 @@ def expect(found: list[Idea], noise: Noise) -> None:
             idea.likely = float(likely)
 
 
-def oddities(idea: Idea, rows: list[dict]) -> list[str]:
-    """What is unusual about its runs: few tokens, more time, a jump of the loss."""
-    usual = statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
+def usual_tokens(rows: list[dict]) -> float:
+    return statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
+
+
+def oddities(idea: Idea, usual: float) -> list[str]:
+    """What is unusual about its runs: fewer tokens than usual, more time, a jump of the loss."""
     fewest = min([row["tokens_M"] for row in idea.rows if not crashed(row)], default=usual)
     found = []
     if fewest < 0.9 * usual:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from harness import budget_name, crashed, read_results
 from night import records
 from night.git import commit_of, in_history
-from night.ideas import Idea, Noise, expect, ideas, oddities
+from night.ideas import Idea, Noise, expect, ideas, oddities, usual_tokens
 from night.noise import with_error
 from night.rows import baseline, count_kept, experiments, grouped, place
 from prepare import PrepareError
@@ -68,6 +68,7 @@ def about_night(rows: list[dict]) -> str:
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
         "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"
     )
+    usual = usual_tokens(rows)
     crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
     families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
@@ -77,9 +78,9 @@ def about_night(rows: list[dict]) -> str:
         if group[0].tuner:
             title += f": the best of {len(group)} trials"
             group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
-        lines += [f"\n## {title}", *entries(group, rows, noise)]
+        lines += [f"\n## {title}", *entries(group, usual, noise)]
     if crashes:
-        lines += ["\n## Crashed", *entries(crashes, rows, noise)]
+        lines += ["\n## Crashed", *entries(crashes, usual, noise)]
     return "\n".join(lines)
 
 
@@ -107,7 +108,7 @@ def gain(idea: Idea, noise: Noise) -> str:
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
-def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
+def entries(group: list[Idea], usual: float, noise: Noise) -> list[str]:
     """One line per idea, without the beginning that its subject shares with the one before."""
     lines, before = [], ""
     for idea in group:
@@ -115,7 +116,7 @@ def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
         text = f"... {idea.subject[len(shared) :]}" if shared else idea.subject
         before = idea.subject
         size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
-        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
+        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, usual)
         score = f"{gain(idea, noise)} " * (idea.status != "crash")
         lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
     return lines

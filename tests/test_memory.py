@@ -123,7 +123,7 @@ def log_times(clone, monkeypatch, times: dict[str, float | None]) -> list[list[s
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
     rows = harness.read_results()
-    return [ideas.oddities(idea, rows) for idea in ideas.ideas(rows)]
+    return [ideas.oddities(idea, ideas.usual_tokens(rows)) for idea in ideas.ideas(rows)]
 
 
 def test_an_idea_that_pays_for_its_gain_with_time_says_so(clone, monkeypatch):
@@ -402,6 +402,14 @@ def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, caps
     assert "- -0.0047* (likely -0.0039) a8ff3c1 convolution of 3 taps" in told
     assert "- NGRAM_LR: 0.4 -> 0.6 +0.0008~, 0.4 -> 0.25 +0.0008~; best 0.4" in told
     assert re.search(r"## NGramEmbedding\n- .*third table of n-grams", told)
+
+
+def test_a_log_of_many_rows_is_told_in_time_that_grows_with_their_number_only(monkeypatch):
+    looks = []
+    monkeypatch.setattr(ideas, "crashed", lambda row: looks.append(1))
+    row = harness.read_results(LOG)[0]
+    show.about_night([row | dict(commit=f"{i:07x}", description=f"idea {i}") for i in range(500)])
+    assert 0 < len(looks) < 10 * 500
 
 
 def test_clean_lists_what_nobody_needs_and_deletes_it_when_told_so(tmp_path, monkeypatch, capsys):
