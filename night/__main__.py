@@ -2,7 +2,7 @@
 Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
 far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-tune, report, Ray and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
+tune, report, Ray and, on a terminal, show need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
@@ -17,8 +17,6 @@ from pathlib import Path
 
 import harness
 import prepare
-from night.clean import clean
-from night.live import watch
 from night.loop import loop
 from night.plot import plot
 from night.report import report
@@ -102,9 +100,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("revisions", nargs="*", metavar="COMMIT")
     add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")
     add("--chart", type=Path, metavar="FILE.png", help="draw one chart, also as FILE-dark.png")
-    command(watch, help="show this clone's active runs until all end")
-    add = command(clean, help="list what discarded and killed runs have left in runs/ and /tmp")
-    add("--yes", action="store_true", help="delete it")
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):

@@ -11,7 +11,7 @@ from harness import crashed
 from night.git import git
 from night.intervals import shrink
 from night.noise import KNOWN, seed_noise
-from night.records import curve_of, jump, run_seconds
+from night.records import run_seconds
 from night.rows import arm, grouped, scores
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
@@ -176,12 +176,11 @@ def usual_tokens(rows: list[dict]) -> float:
 
 
 def oddities(idea: Idea, usual: float) -> list[str]:
-    """What is unusual about its runs: fewer tokens than usual, more time, a jump of the loss."""
+    """What is unusual about its runs: fewer tokens than usual, more time."""
     fewest = min([row["tokens_M"] for row in idea.rows if not crashed(row)], default=usual)
     found = []
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
     if idea.times > SLOWER:
         found.append(f"takes {idea.times:.2f} times as long")
-    jumps = [jump(curve_of(row)) for row in idea.rows]
-    return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]
+    return found

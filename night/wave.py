@@ -17,7 +17,7 @@ from harness.columns import identity
 from night.commits import doubts
 from night.git import in_history, revisions
 from night.gpus import gpu_names
-from night.live import Board, wave_lock
+from night.live import Board
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, label
 from night.records import end_record, new_record
@@ -70,7 +70,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
 
     Raises PrepareError if another wave is at work or the log cannot take rows.
     """
-    args.alone = open(wave_lock(), "ab")  # locked until this process ends
+    args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     try:

@@ -1145,16 +1145,11 @@ SECTIONS = [
     ("Ideas", "night", ["test_memory.py", "-k", "family"], [
         ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),
     ]),
-    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records or clean or jump"], [
+    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
         ("filter(is_of_this_run, ", "filter(None, "),
         ("*_, last = None, *filter", "_, last, *_ = None, *filter"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
         ("float(number) * 1e6", "float(number)"),
-        ('if not (folder / "summary.json").exists()', "if True"),
-        ("middle[i] - middle[i - 5], i", "middle[i - 5] - middle[i], i"),
-        ("rise > JUMP + 3 * usual", "rise > JUMP"),
-        ("rise > JUMP + 3 * usual", "rise > 3 * usual"),
-        ("return points[i].step / points[-1].step if", "return points[i].step if"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
         ("idea.same_seed) / 2 for", "idea.same_seed) for"),
@@ -1222,16 +1217,7 @@ SECTIONS = [
     ("What a token costs", "night/ideas.py", ["test_report.py", "-k", "takes_longer"], [
         ("if seconds and before else 1.0", "if seconds else 1.0"),
     ]),
-    ("Cleaning", "night/clean.py", ["test_memory.py", "-k", "clean"], [
-        ("not in at_work] + abandoned", "] + abandoned"),
-        ('Path("/proc", pid).exists()', "False"),
-        ("prepare.read(path / OWNER)", 'path.name.split("-")[2]'),
-        ("if args.yes:", "if True:"),
-        ("not in kept]", "in kept]"),
-    ]),
     ("What runs", "night/live.py", ["test_memory.py", "-k", "leave_records"], [
-        ("return not prepare.lock(file, patience=0)", "return prepare.lock(file, patience=0)"),
-        ("return not prepare.lock(file, patience=0)", "return False"),
         ("last.seconds * (1 / share - 1)", "last.seconds / share"),
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
@@ -1468,12 +1454,9 @@ SECTIONS = [
         ('row[f"{split}_bpb"]) for row in rows if', 'row["val_bpb"]) for row in rows if'),
         ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
     ]),
-    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or future"], [
+    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by"], [
         ('.get("dataset", row["dataset"]) == row["dataset"]', ' is not None'),
-        ('return min(abs(time.time() - path.stat().st_mtime)', 'return max(abs(time.time() - path.stat().st_mtime)'),
-        ('return min(abs(time.time() - path.stat().st_mtime)', 'return min((time.time() - path.stat().st_mtime)'),
         ('float(number) * 1e6) if unit == "M"', 'float(number)) if unit == "M"'),
-        ('folder.name.partition("_")[0]', 'folder.name'),
     ]),
     ("Ideas", "night", ["test_memory.py", "-k", "family or five_minute"], [
         ('    if same_seed:\n        means', '    if not same_seed:\n        means'),

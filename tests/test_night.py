@@ -545,7 +545,7 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("watch x", "unrecognized arguments: x"),
+        ("reference x", "unrecognized arguments: x"),
         ("keep", "required: COMMIT"),
         ("keep a b", "unrecognized arguments: b"),
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
