@@ -1,42 +1,35 @@
-"""Pictures of a night: results.tsv as progress.png, its arms as arms.png, loss curves as curves.png."""
+"""Pictures of a night: results.tsv as progress.png, loss curves as curves.png."""
 
 import argparse
 import subprocess
 import textwrap
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
 import harness
 from night.git import commit_of, in_history
 from night.noise import version_noise
-from night.records import curve, curve_of, record_of, run_seconds
-from night.rows import arms, baseline, experiments, grouped, one_seed, place
+from night.records import curve, record_of
+from night.rows import baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
 
 GREEN = "#2da44e"  # legible on white and on black
 
 
 def plot(args: argparse.Namespace | None = None) -> None:
-    """Draws progress.png: per gpu and dataset, a chart of all experiments; and arms.png, if there are several arms.
-    With args.revisions, draws only their loss curves; with args.chart, one chart for light and dark pages."""
+    """Draws progress.png: per gpu and dataset, a chart of all experiments; with args.revisions, only their loss
+    curves."""
     if args and args.revisions:
         return plot_curves(args.revisions)
-    if args and args.log:
-        harness.RESULTS = args.log.resolve()
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:
         raise PrepareError(f"{harness.RESULTS} has no val_bpb yet: run `python train.py` first")
-    if args and args.chart:
-        return plot_chart(max(groups, key=len), args.chart)
     figure, axes = new_figure(len(groups))
     for (ax,), rows in zip(axes, groups, strict=True):
         draw(ax, rows)
     save(figure, "progress.png")
-    if groups := [rows for rows in groups if len(arms(rows)) > 1]:
-        plot_arms(groups)
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple:
@@ -47,53 +40,10 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple:
     return figure, figure.subplots(rows, columns, sharey="row", squeeze=False)
 
 
-def save(figure, name: str | Path) -> None:
-    """name: a file beside the log, or an absolute path."""
+def save(figure, name: str) -> None:
+    """name: of a file beside the log."""
     figure.savefig(path := harness.RESULTS.parent / name, dpi=180)
     print(path)
-
-
-def plot_chart(rows: list[dict], path: Path) -> None:
-    """Draws a flat chart, as PATH.png for light pages and PATH-dark.png for dark ones."""
-    from matplotlib import style
-
-    dark = ["dark_background", {"figure.facecolor": "#0d1117", "axes.facecolor": "#0d1117"}]  # GitHub's dark page
-    for name, theme in ((f"{path.stem}.png", []), (f"{path.stem}-dark.png", dark)):
-        with style.context(theme):
-            figure, ((ax,),) = new_figure()
-            figure.set_figheight(3.2)
-            draw(ax, rows)
-            save(figure, path.resolve().with_name(name))
-
-
-def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- the
-    standard deviation of `version_noise`, over its runs and over the minutes they took."""
-    figure, axes = new_figure(len(groups), 2)
-    for (left, right), group in zip(axes, groups, strict=True):
-        noise, _ = version_noise(group[0])
-        first = baseline(one_seed(group))["val_bpb"] or np.nan
-        for color, (name, rows) in enumerate(arms(group).items()):
-            scores = np.array([row["val_bpb"] or np.nan for row in rows])
-            lowest = np.fmin.accumulate([first, *scores])[1:]
-            minutes = np.cumsum([sum(run_seconds([row], "total_seconds") or trained(row)) for row in rows]) / 60
-            for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
-                ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
-                ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
-                ax.scatter(x, scores, s=8, color=f"C{color}", alpha=0.5, lw=0)
-        found = [row["val_bpb"] for row in group if row["val_bpb"]]
-        low, high = min(found), worst(first, found)
-        margin = max(0.1 * (high - low), 2 * noise)
-        left.set(xlabel="runs of the arm", ylabel="val_bpb; line: best so far", ylim=(low - margin, high + margin))
-        right.set(xlabel="minutes that they took, as far as there are records")
-        left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
-        right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
-    save(figure, "arms.png")
-
-
-def trained(row: dict) -> list[float]:
-    """[seconds that the last run of a row trained], [] without a record."""
-    return [point.seconds for point in curve_of(row)[-1:]]
 
 
 def worst(first: float, scores: Collection[float]) -> float:

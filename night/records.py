@@ -61,12 +61,6 @@ def record_of(row: dict) -> Path | None:
     return last
 
 
-def curve_of(row: dict) -> list[Point]:
-    """The curve of a row's last run; [] without a record."""
-    folder = record_of(row)
-    return curve(folder) if folder else []
-
-
 def curve(folder: Path) -> list[Point]:
     """The points of curve.tsv, [] without one; skips a line that is still being written."""
     points = []
@@ -84,9 +78,9 @@ def summary(folder: Path) -> dict:
     return {}
 
 
-def run_seconds(rows: list[dict], kind: str = "training_seconds") -> list[float]:
-    """Seconds that the last run of each row took, without rows that have no record. kind: a key of the summary."""
-    found = [summary(folder).get(kind) for folder in map(record_of, rows) if folder]
+def run_seconds(rows: list[dict]) -> list[float]:
+    """Seconds that the last run of each row trained, without rows that have no record."""
+    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
     return [number for number in found if number]
 
 

@@ -34,10 +34,8 @@ def report(args: argparse.Namespace) -> None:
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
     title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
     title += f"{sum(map(crashed, rows))} crashed."
-    pictures = "![](progress.png)"
     if len(found := arms(rows)) > 1:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())
-        pictures += "\n\n![](arms.png)"
     print(title)
     parts = [title]
 
@@ -45,7 +43,7 @@ def report(args: argparse.Namespace) -> None:
         """Appends to the report, so that a part is safe before the next one is begun."""
         print(f"\n{text}")
         parts.append(text)
-        harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, pictures]) + "\n", "utf-8")
+        harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, "![](progress.png)"]) + "\n", "utf-8")
 
     if len(kept) < 2:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")

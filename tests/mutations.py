@@ -1185,20 +1185,8 @@ SECTIONS = [
         ("        if group[0].tuner:", "        if False:"),
         ('idea.status == "crash" and not idea.tuner]', 'idea.status == "crash"]'),
     ]),
-    ("The picture", "night/plot.py", ["test_tune.py", "-k", "arms"], [
-        ("accumulate([first, *scores])[1:]", "accumulate(scores)"),
-        ("{np.fmin.reduce(scores):.4f}", "{lowest[-1]:.4f}"),
-    ]),
     ("The picture", "night/plot.py", ["test_night.py", "-k", "baseline"], [
         ("y[kept if kept.any() else", "y["),
-    ]),
-    ("The arms", "night/plot.py", ["test_tune.py", "-k", "arms"], [
-        ('"total_seconds") or trained(row))', '"total_seconds"))'),
-    ]),
-    ("One seed", "night", ["test_tune.py", "-k", "arms"], [
-        (' if row["commit"] != first]', "]"),
-        (" or [harness.SEED])", ")"),
-        ("    rows = one_seed(rows)\n    first", "    first"),
     ]),
     ("What a token costs", "night/ideas.py", ["test_memory.py", "-k", "pays_for"], [
         ("if idea.times > SLOWER:", "if idea.times >= 1.0:"),
@@ -1259,7 +1247,7 @@ SECTIONS = [
         ("                seeds[i] += 2", "                break"),
     ]),
     ("Attribution", "night/report.py", ["test_attribute.py", "-k", "luck"], [
-        ("[*parts, pictures]", "[title, text, pictures]"),
+        ('[*parts, "![](progress.png)"]', "[title, text]"),
     ]),
     ("Refs", "tests/conftest.py", ["test_attribute.py", "-k", "tests_commit"], [
         ("    del os.environ[name]", "    pass"),

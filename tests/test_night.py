@@ -733,24 +733,6 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
         plot()
 
 
-def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(harness, "RESULTS", harness.RESULTS)  # plot sets it
-    figures, saved = [], []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or saved.append(path))
-    plot(argparse.Namespace(revisions=[], log=ROOT / "tests/night/results.tsv", chart=tmp_path / "night.png"))
-    assert saved == [tmp_path / "night.png", tmp_path / "night-dark.png"]
-    assert all((ROOT / "docs" / path.name).exists() for path in saved)
-    light, dark = figures
-    assert light.get_facecolor() == (1, 1, 1, 1) and max(dark.get_facecolor()[:3]) < 0.1
-    for figure in figures:
-        (chart,) = figure.axes
-        assert sum(len(marks.get_offsets()) for marks in chart.collections) == 133
-        assert chart.get_title("left").endswith("val_bpb 1.2070 to 1.1945")
-        assert 133 == sum(int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()[:3])
-
-
 @pytest.mark.filterwarnings("error", "ignore:Glyph")
 @pytest.mark.parametrize("scores", [(1.2,), (1.2, 1.3), (1.2, 1.1)])
 @pytest.mark.parametrize("to_beat", [None, 0.0])

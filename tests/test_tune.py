@@ -1,6 +1,5 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
-import json
 import re
 import signal
 import time
@@ -11,14 +10,12 @@ from scratch import Scratch
 from test_wave import STUB, TWO_SLOTS, Clone
 
 import harness
-import night.plot
 from night import agent as agents
 from night import loop as loops
-from night import proposals, records, tune
+from night import proposals, tune
 from night.__main__ import parse
 from night.commits import commit_train
 from night.knobs import edit, read_knobs
-from night.plot import plot
 from night.report import best_of
 from night.rows import arm, arms
 from prepare import PrepareError
@@ -251,14 +248,12 @@ def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
     assert (clone.folder / "train.py").read_text() == "by hand", "the user's edit is left alone"
 
 
-def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch, capsys):
-    """Neither the baseline nor a run with another seed belongs to an arm. Two seeds of a commit differ by 0.02."""
+def test_arms_are_told_apart_in_the_report(tmp_path, monkeypatch):
+    """Neither the baseline nor a run with another seed belongs to an arm."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
     row = dict(memory_gb=1.0, gpu="A", dataset="d")
     ideas = {
         "no tune tpe: a": 1.3,
-        "no tune tpe: a, seed 1": 1.32,
         "tune tpe: A 1 -> 2": 1.2,
         "agent 2: x": 1.25,
         "tune tpe: A 1 -> 3": 1.1,
@@ -268,26 +263,12 @@ def test_arms_are_told_apart_in_the_picture_and_the_report(tmp_path, monkeypatch
     }
     ideas |= {f"tune random: {letter}, seed 1": 0 for letter in "DEFGH"}
     for i, (text, bpb) in enumerate(ideas.items()):
-        commit, (subject, _, seed) = f"c{max(1, i)}", text.partition(", seed ")
-        row |= dict(commit=commit, description=subject, seed=int(seed or 42))
+        subject, _, seed = text.partition(", seed ")
+        row |= dict(commit=f"c{i}", description=subject, seed=int(seed or 42))
         harness.log_result(val_bpb=bpb, reason="NaN" * (not bpb), **row)
-        if not seed:
-            folder = records.new_record(commit, 42, None, "300 s")
-            (folder / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n1\t{30 * i}\t1\t9\t0\n")
-            (folder / "summary.json").write_text(json.dumps({"total_seconds": 60 * i} if bpb else {"reason": "NaN"}))
     assert {arm({"description": text}) for text in ("prune tpe: a", "tune all: a", "tpe: a")} == {"agent"}
     found = arms(harness.read_results())
     assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert not arms([row for row in harness.read_results() if row["status"] == "crash"])
-    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c4, tune tpe: A 1 -> 3."
-    figures, save = [], night.plot.save
-    monkeypatch.setattr(night.plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
-    plot()
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "progress.png"), str(tmp_path / "arms.png")]
-    left, right = figures[-1].axes
-    drawn = [[[*line.get_xdata()] for line in ax.lines] for ax in (left, right)]
-    assert drawn == [[[1, 2], [1], [1, 2]], [[2, 6], [3], [2.5, 8.5]]], "a crash took what it trained"
-    assert [[*line.get_ydata()] for line in left.lines] == [[1.2, 1.1], [1.25], [1.3, 1.3]], "baseline: 1.3"
-    assert [text.get_text() for text in right.get_legend().get_texts()][-1] == "random, 1.4000"
-    low, high = (edge(left.collections[0].get_paths()[0].vertices[:, 1]) for edge in (min, max))
-    assert low == pytest.approx(1.1 - 0.02 / 2**0.5) and high == pytest.approx(1.2 + 0.02 / 2**0.5)
+    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c3, tune tpe: A 1 -> 3."
+    assert best_of("random", found["random"][:1]).endswith("none, all crashed.")
