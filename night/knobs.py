@@ -13,7 +13,6 @@ from prepare import PrepareError
 SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
 # with --tokens none, as they change what a token costs
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
-FLOAT = rb"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 
 
 class Knob(NamedTuple):
@@ -25,7 +24,7 @@ class Knob(NamedTuple):
     place: tuple[int, int, int]  # line, counted from 0; first byte, and the one after the last
     low: float
     high: float
-    log: bool  # whether to search on a log scale; not for fractions and ranges that reach 0
+    log: bool  # whether to search on a log scale; not for fractions
     choices: tuple[int, ...]
 
     def fit(self, x: float) -> float:
@@ -94,7 +93,7 @@ def number(node: ast.expr) -> float | None:
 
 
 def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
-    """A knob, or None unless it is a positive number on one line. A comment `# [low, high]` sets a constant's range."""
+    """A knob, or None unless it is a positive number on one line."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
         return None
@@ -104,15 +103,9 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
     if choices:
         low, high = min(choices), max(choices)
-    pair = re.search(rb"#.*\[\s*%b\s*,\s*%b\s*\]" % (FLOAT, FLOAT), line[node.end_col_offset :])
-    if pair and not sizes:
-        low, high = map(float, pair.groups())
-        if not low <= value <= high:
-            raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
     first, end = node.col_offset, node.end_col_offset
-    choices = tuple(n for n in choices if low <= n <= high)
-    log = low > 0 and not fraction
-    return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
+    text = line[first:end].decode()
+    return Knob(name, value, text, (node.lineno - 1, first, end), low, high, not fraction, tuple(choices))
 
 
 def neighbours(name: str, value: int, sizes: dict) -> list[int]:

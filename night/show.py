@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import re
-import statistics
 import sys
 from contextlib import suppress
 
@@ -85,16 +84,9 @@ def about_night(rows: list[dict]) -> str:
 
 
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
-    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    tried = []
-    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
-    for (old, new), same in grouped(group, lambda idea: idea.values[name]).items():
-        tried.append(" ".join([f"{old} -> {new}", *(gain(idea, noise) for idea in same)]))
-        changes = [change for idea in same for change in idea.changes] or [0.0]
-        change, kept = statistics.mean(changes), any(idea.status == "keep" for idea in same)
-        if kept or abs(change) > noise.band(len(changes), all(idea.same_seed for idea in same)):
-            worth[new] = worth.setdefault(old, 0.0) + change
-    return f"- {name}: {', '.join(tried)}; best {min(worth, key=worth.get)}"
+    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013`."""
+    tried = grouped(group, lambda idea: " -> ".join(idea.values[name])).items()
+    return f"- {name}: " + ", ".join(" ".join([text, *(gain(idea, noise) for idea in same)]) for text, same in tried)
 
 
 def gain(idea: Idea, noise: Noise) -> str:

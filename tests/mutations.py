@@ -992,7 +992,6 @@ SECTIONS = [
         ("max(heads, value // head_dim - 2)", "value // head_dim - 2"),
         ('    if name == "window":\n', "    if False:\n"),
         ("value * 4] if sizes or value & (value - 1) == 0", "value * 4] if True"),
-        ("if not low <= value <= high:", "if not low <= value:"),
         ("key=lambda knob: knob.place, reverse=True", "key=lambda knob: knob.place"),
         ("len(gap[0]) - longer", "len(gap[0])"),
         ("key=lambda n: abs(n - x)", "key=lambda n: n - x"),
@@ -1118,9 +1117,6 @@ SECTIONS = [
     ("Repeated edits", "night/show.py", ["test_memory.py", "-k", "family"], [
         ("(gain(idea, noise) for idea in same)", "(gain(idea, noise) for idea in same[:1])"),
     ]),
-    ("What show says is best", "night/show.py", ["test_memory.py", "-k", "best_value"], [
-        ("if kept or abs(change)", "if abs(change)"),
-    ]),
     ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
         ("    end_children()\n    reader.join(", "    reader.join("),
         ("    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork\n", ""),
@@ -1170,10 +1166,6 @@ SECTIONS = [
         ('(lines["+"], lines["-"])', '(lines["-"], lines["+"])'),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "family or leave_records or chain or five_minute"], [
-        ("worth[new] = worth.setdefault(old, 0.0) + change", "worth[new] = change"),
-        ("> noise.band(len(changes), all(idea.same_seed for idea in same)):", "> 0:"),
-        ("changes = [change for idea in same for change in idea.changes]", "changes = same[0].changes"),
-        ("kept = statistics.mean(changes), any(", "kept = statistics.mean(changes), all("),
         ("        found = rows\n", "        pass\n"),
         ("abs(idea.change) < noise.band(len(idea.changes), idea.same_seed)", "abs(idea.change) < noise.seed"),
         ("if idea not in crashes], lambda", "], lambda"),

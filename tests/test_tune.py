@@ -25,7 +25,7 @@ optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
 HOSTILE = """\
 A_LR = 0.04        # a rate
 SHARE = 0.95
-STEPS = 200        # [100, 300] of them, [Smith, 2020]
+STEPS = 200        # of them, [100, 300], [Smith, 2020]
 ROWS = 2**17       # a power
 LONG = 1_234_567   # digits
 STRING = "1"; BYTES = b"1"; TUPLE = (0.1, 0.2); FLAG = True; NONE = None; CALL = float("1.0"); NAME = ROWS
@@ -111,7 +111,7 @@ def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
     assert {knob.name: knob.choices or (knob.low, knob.high, knob.log) for knob in read_knobs(HOSTILE, 3)} == {
         "A_LR": (0.02, 0.08, True),
         "SHARE": (pytest.approx(0.9125), pytest.approx(0.9875), False),
-        "STEPS": (100.0, 300.0, True),
+        "STEPS": (100.0, 400.0, True),
         "ROWS": (2**15, 2**16, 2**17, 2**18, 2**19),
         "LONG": (617283.5, 2469134.0, True),
         "depth": (3, 4, 5, 6, 7),
@@ -138,21 +138,18 @@ def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     values = {knobs[name]: knobs[name].fit(value) for name, value in (wanted | {"total_batch_size": 2e4}).items()}
     assert [line for line in edit(HOSTILE, values).split(b"\n") if line not in HOSTILE.split(b"\n")] == [
         b"A_LR = 0.0235      # a rate",
-        b"STEPS = 123        # [100, 300] of them, [Smith, 2020]",
+        b"STEPS = 123        # of them, [100, 300], [Smith, 2020]",
         b"LONG = 2_300_000   # digits",
         '    (1e12, "é", Config(9)), (1e12, Config(5, 640, 128, 2048, 1024, 1, 2**14, experts=32)))'.encode(),
     ]
 
 
-def test_a_range_without_the_value_and_an_unknown_knob_are_refused():
-    with pytest.raises(PrepareError, match=r"A_LR = 0.04 is outside its range \[0.01, 0.02\]"):
-        read_knobs(HOSTILE.replace(b"# a rate", b"# [0.01, 0.02]"), 0)
+def test_an_unknown_knob_and_a_file_without_any_are_refused():
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         read_knobs(HOSTILE, 0, ["ZERO", "A_LR", "TUPLE"])
     for source, reason in ((b"A = = 1", "no valid Python"), (b"A = -1\nB = 1e308\nC = 5e-324\n", "has no knob")):
         with pytest.raises(PrepareError, match=f"train.py .*{reason}"):
             read_knobs(source, None)
-    assert read_knobs(b"A = 5.0  # of [-, .]", None)[0].high == 10
 
 
 def test_sizes_are_those_of_the_last_run_and_by_tokens_none_is_searched_as_it_may_make_a_token_dearer(
