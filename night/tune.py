@@ -5,6 +5,7 @@
 
 import argparse
 import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def propose(args: argparse.Namespace) -> None:
         rows = one_seed(last_place(args))
     for commit, score in trials(rows, args.sampler):
         found = {}
-        with suppress(OSError, PrepareError):
+        with suppress(subprocess.CalledProcessError, PrepareError):  # this clone does not have it; another file
             found = {knob.name: knob.value for knob in read_knobs(read_train(commit))}
         if all(knob.name in found for knob in knobs):
             values = {knob.name: found[knob.name] for knob in knobs}

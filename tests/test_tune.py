@@ -159,7 +159,7 @@ def test_a_night_of_the_tuner_moves_constants_to_new_values_within_their_ranges(
 
 
 def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler(quick):
-    """By whichever agent of several; not from files that lack the constant. An older one had other ranges."""
+    """By whichever agent of several; not from files that lack the constant, or that no commit has. An older one had other ranges."""
     base, text = quick.head(), QUICK.encode()
     files = {name: text.replace(b"2**4", name.encode()) for name in ("2", "4", "8", "32", "64")}
     files["none"], files["typo"] = text.replace(b"WIDTH = 2**4", b"WIDTH = None"), text + b"= ="
@@ -169,6 +169,7 @@ def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler
     quick.log(commits["4"], 1.35, "agent 2: tune tpe: WIDTH 2**4 -> 4")
     quick.log(commits["8"], 1.35, "agent 1: an idea")
     quick.log(commits["none"], 1.35, "tune tpe: a")
+    quick.log("0123456+", 1.2, "what was kept, but not committed")
     quick.log(commits["typo"], 0.0, "tune tpe: b", reason="SyntaxError")
     quick.log(commits["32"], 0.0, "tune tpe: c", reason="NaN")
     quick.log(commits["64"], 1.35, "tune random: d")
