@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from night.records import budget, curve
+from night.records import curve
 
 
 class Board:
@@ -43,11 +43,10 @@ class Board:
 
 
 def line(folder: Path) -> str:
-    """A run's name, share of its budget spent, step, loss, speed and seconds left."""
+    """A run's name, step, loss, speed and seconds so far."""
     points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
     if not points:
         return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
-    (unit, size), last = budget(folder), points[-1]
-    share = min(1.0, getattr(last, unit) / size)
-    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds * (1 / share - 1):.0f} s left"
-    return f"{folder.name:32} {share:4.0%}, step {last.step:.0f}, loss {last.loss:.4f}, {pace}"
+    last = points[-1]
+    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds:.0f} s so far"
+    return f"{folder.name:32} step {last.step:.0f}, loss {last.loss:.4f}, {pace}"

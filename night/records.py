@@ -1,4 +1,4 @@
-"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's budget, log.txt, curve.tsv and summary.json."""
+"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json."""
 
 import itertools
 import json
@@ -39,8 +39,6 @@ def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
     for folder in folders(record_name(commit, seed, gpu, budget)):
         with suppress(FileExistsError):
             folder.mkdir()
-            with suppress(OSError):  # disk full
-                (folder / "budget").write_text(budget)
             return folder
 
 
@@ -82,11 +80,3 @@ def run_seconds(rows: list[dict]) -> list[float]:
     """Seconds that the last run of each row trained, without rows that have no record."""
     found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
     return [number for number in found if number]
-
-
-def budget(folder: Path) -> tuple[str, float]:
-    """The budget of a run: `tokens` or `seconds`, and how many."""
-    with suppress(ValueError):
-        number, unit, *_ = prepare.read(folder / "budget").split()
-        return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
-    return "seconds", prepare.TIME_BUDGET  # a full disk has cost the file

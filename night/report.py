@@ -113,10 +113,6 @@ def gains(
         runs = good(rows, row["commit"])
         if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
             lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-        tokens = statistics.mean(run["tokens_M"] for run in runs)
-        if tokens < 0.98 * row["tokens_M"]:
-            seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
-            lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     before, after = (run_seconds(good(rows, row["commit"])) for row in (first, last))
     if (times := times_as_long(after, before)) > SLOWER:
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")

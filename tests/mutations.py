@@ -1140,7 +1140,6 @@ SECTIONS = [
         ("filter(is_of_this_run, ", "filter(None, "),
         ("*_, last = None, *filter", "_, last, *_ = None, *filter"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
-        ("float(number) * 1e6", "float(number)"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
         ("idea.same_seed) / 2 for", "idea.same_seed) for"),
@@ -1193,7 +1192,6 @@ SECTIONS = [
         ("if seconds and before else 1.0", "if seconds else 1.0"),
     ]),
     ("What runs", "night/live.py", ["test_memory.py", "-k", "leave_records"], [
-        ("last.seconds * (1 / share - 1)", "last.seconds / share"),
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [
@@ -1257,8 +1255,6 @@ SECTIONS = [
     ("The report", "night/report.py", ["test_report.py"], [
         ("101 + args.seeds", "101 + 3"),
         ("gains(kept[0], kept[-1], ", "gains(kept[1], kept[-1], "),
-        ("tokens < 0.98 *", "tokens < 0.978 *"),
-        ("tokens < 0.98 *", "tokens < 0.982 *"),
         ("min(logged, logged - gain)", "logged - gain"),
         ("logged - gain)) > error:", "logged - gain)) > 0:"),
         ('gain, error, *_ = found["val"]', "gain, error, *_ = found[split]"),
@@ -1431,7 +1427,6 @@ SECTIONS = [
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by"], [
         ('.get("dataset", row["dataset"]) == row["dataset"]', ' is not None'),
-        ('float(number) * 1e6) if unit == "M"', 'float(number)) if unit == "M"'),
     ]),
     ("Ideas", "night", ["test_memory.py", "-k", "family or five_minute"], [
         ('    if same_seed:\n        means', '    if not same_seed:\n        means'),

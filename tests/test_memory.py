@@ -74,7 +74,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     while len(clone.rows()) < 4:  # two of the reference, from before
         time.sleep(0.05)
     line = live.line(folder)
-    assert line.startswith(folder.name) and "100%, step 40, loss 2.0000, 150,000 tok/s, 0 s left" in line
+    assert line.startswith(folder.name) and "step 40, loss 2.0000, 150,000 tok/s, 10 s so far" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
     assert clone.all_gone(20, runs=True)
@@ -149,21 +149,20 @@ def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("seed", "gpu", "budget", "name", "parsed"),
+    ("seed", "gpu", "budget", "name"),
     [
-        (42, None, "300 s", "abc-42-300s", ("seconds", 300)),
-        (0, None, "60 s", "abc-0-60s", ("seconds", 60)),
-        (-1, "T4", "62.4 M tokens", "abc--1-T4-62.4M", ("tokens", 62.4e6)),
-        (1, "T4", "300 s", "abc-1-T4-300s", ("seconds", 300)),
-        (1, None, "5e-06 M tokens", "abc-1-5e-06M", ("tokens", 5)),
+        (42, None, "300 s", "abc-42-300s"),
+        (0, None, "60 s", "abc-0-60s"),
+        (-1, "T4", "62.4 M tokens", "abc--1-T4-62.4M"),
+        (1, "T4", "300 s", "abc-1-T4-300s"),
+        (1, None, "5e-06 M tokens", "abc-1-5e-06M"),
     ],
 )
-def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, parsed, tmp_path, monkeypatch):
+def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, tmp_path, monkeypatch):
     at(monkeypatch, tmp_path)
     assert record_name("abc", seed, gpu, budget) == name
     first, second = (records.new_record("abc", seed, gpu, budget) for _ in range(2))
     assert (first.name, second.name) == (name, name + "_2")
-    assert records.budget(first) == records.budget(second) == parsed
     row = dict(commit="abc", seed=seed, gpu="H200" + f" as {gpu}" * bool(gpu), budget=budget, dataset="d")
     (records.RUNS / f"{name}.bak").mkdir()
     records.new_record("abc+", seed, gpu, budget)
