@@ -1027,9 +1027,9 @@ SECTIONS = [
         ("            run, row = self.rows[0]", "            run, row = self.rows.pop()"),
         ("and monotonic() - since > TROUBLE and", "and False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
-        ("if self.over() else trainer.slots", "if False else trainer.slots"),
-        ("if self.over() else trainer.slots", "if True else trainer.slots"),
-        ("while (due := self.due()) and len(trainer.pending) < trainer.slots:", "while due := self.due():"),
+        ("if self.over() else self.trainer.slots", "if False else trainer.slots"),
+        ("if self.over() else self.trainer.slots", "if True else self.trainer.slots"),
+        ("while (due := self.due()) and len(self.trainer.pending) < self.trainer.slots:", "while due := self.due():"),
         ("if AGAIN in item[0].description or not over", "if AGAIN in item[0].description"),
         (" if AGAIN in item[0].description or not over", ""),
         ("if AGAIN in item[0].description or not over", "if not over"),
@@ -1367,6 +1367,10 @@ SECTIONS = [
         ('return f"{commit[:7]}+"', 'return f"{commit[:7]}"'),
         ('(uncommitted: {', '({'),
         ('return commit[:7], subject', 'return commit[:9], subject'),
+    ]),
+    ("The commit to go back to", "night", ["test_night.py", "-k", "stays_the_reference"], [
+        ("if blob == own}", "}"),
+        ("] for row in rows) and not good(rows, base):", "] for row in []):"),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
         ('and (row["status"] == "report") == self.report', ''),

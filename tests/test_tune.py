@@ -159,8 +159,8 @@ def test_a_night_of_the_tuner_moves_constants_to_new_values_within_their_ranges(
 
 
 def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler(quick):
-    """By whichever agent of several; not from files that lack the constant or whose commit is not here. An older one had
-    other ranges."""
+    """By whichever agent of several; not from files that lack the constant, nor from commits that this clone lacks. An
+    older file had other ranges."""
     base, text = quick.head(), QUICK.encode()
     files = {name: text.replace(b"2**4", name.encode()) for name in ("2", "4", "8", "32", "64")}
     files["none"], files["typo"] = text.replace(b"WIDTH = 2**4", b"WIDTH = None"), text + b"= ="
