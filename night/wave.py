@@ -13,7 +13,6 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
-from harness.columns import identity
 from night.commits import doubts
 from night.git import in_history, revisions
 from night.gpus import gpu_names
@@ -98,6 +97,12 @@ def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
     if crashed(row):
         return row["commit"] != base
     return not kind.report or row["test_bpb"] is not None
+
+
+def is_logged(row: dict) -> bool:
+    return any(
+        run_name(row) == run_name(other) and row["budget"] == other["budget"] for other in harness.read_results()
+    )
 
 
 class Trainer:
@@ -199,7 +204,7 @@ class Trainer:
                     self.submit(run, base)
                     continue
                 row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
-                while not self.stopped and identity(row) not in map(identity, harness.read_results()):
+                while not self.stopped and not is_logged(row):
                     time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
                     row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
                 print(text)
