@@ -24,6 +24,8 @@ import prepare
 from night import git as git_of_night
 from night import rows, statuses
 from night.__main__ import main, parse
+from night.commits import commit_train
+from night.gains import Gains
 from night.loop import Loop
 from night.noise import seed_noise, version_noise
 from night.plot import plot
@@ -472,6 +474,21 @@ def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed
     args = parse(["loop", "--agent=true"])
     with pytest.raises(prepare.PrepareError, match=f"{scratch.head()} has no result: has somebody rebased"):
         Loop(args, scratch.trainer(args)).ask()
+
+
+def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(tmp_path, monkeypatch, capsys):
+    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
+    base = scratch.head()
+    idea = commit_train(base, b"A = 2\n", "idea", "night-loop/1")
+    for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
+        row = dict(val_bpb=val_bpb, memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
+        harness.log_result(**row)
+    scratch.shell("git mv train.py model.py; git commit -qm renamed")
+    gains = Gains(scratch.kind, "night", None, list)
+    gains.settle(1, base, scratch.rows()[-1])
+    gains.advance(pending=False, over=False)
+    assert scratch.shell("git show HEAD:train.py") == "A = 2" and reference(scratch.kind) == idea
+    assert "which no run has kept, stays in the history only" in capsys.readouterr().out
 
 
 def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(history):
