@@ -10,6 +10,8 @@ from typing import NamedTuple
 from night.proposals import parse
 from prepare import PrepareError
 
+SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
+# with --tokens none, as they change what a token costs
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
 
 
@@ -44,24 +46,42 @@ class Knob(NamedTuple):
         return f"{self.name:24} {self.text:12} {where}"
 
 
-def read_knobs(source: bytes, names: Collection[str] = ()) -> list[Knob]:
-    """The top-level constants of a train.py, or only `names`.
+def read_knobs(
+    source: bytes, live: int | None, names: Collection[str] = (), searched: Collection[str] = SIZES
+) -> list[Knob]:
+    """The top-level constants of a train.py, and those in `searched` of its SIZES[live]; or only `names`.
 
     Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
+    nodes, fields, rows, size, sizes = {}, {}, [], None, {}
     if not (tree := parse(source)):
         raise PrepareError("train.py is no valid Python: run it to see where")
-    nodes = {}
     for node in tree.body:
         match node:
+            case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
+                pass
+            case ast.Assign([ast.Name("SIZE")], ast.Call() as size):  # replaces all rows
+                pass
             case ast.Assign([ast.Name(name)], value):
                 nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
+            case ast.ClassDef(name):
+                fields[name] = {item.target.id: item.value for item in node.body if isinstance(item, ast.AnnAssign)}
+    match ast.Tuple([None, size]) if size else dict(enumerate(rows)).get(live):
+        case ast.Tuple([_, ast.Call(ast.Name(name), args, keywords)]):
+            defaults = fields.get(name, {})
+            sizes = defaults | dict(zip(defaults, args, strict=False))
+            sizes |= {word.arg: word.value for word in keywords}
     lines = source.splitlines()
-    found = {name: knob for name, node in nodes.items() if node and (knob := make_knob(name, lines, node))}
-    if not found:
-        raise PrepareError("train.py has no knob: set a constant to a positive number on a line of its own, LR = 0.04")
+    sizes = {name: node for name, node in sizes.items() if node}
+    values = {name: number(node) for name, node in sizes.items()}
+    named = {name: (node, {}) for name, node in nodes.items() if node}
+    named |= {name: (node, values) for name, node in sizes.items()}
+    found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
+    wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
-    return [knob for name, knob in found.items() if name in (names or found)]
+    if not (knobs := [knob for name, knob in found.items() if name in wanted]):
+        raise PrepareError("train.py has no knob: set a constant to a positive number on a line of its own, LR = 0.04")
+    return knobs
 
 
 def number(node: ast.expr) -> float | None:
@@ -72,12 +92,12 @@ def number(node: ast.expr) -> float | None:
             return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def make_knob(name: str, lines: list[bytes], node: ast.expr) -> Knob | None:
+def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
     """A knob, or None unless it is a positive number on one line."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
         return None
-    choices = neighbours(value) if isinstance(value, int) else ()
+    choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
     fraction = value < 1 and not re.search(RATES, name)
     room = 0.75 * min(value, 1 - value)
     low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
@@ -88,11 +108,19 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr) -> Knob | None:
     return Knob(name, value, text, (node.lineno - 1, first, end), low, high, not fraction, tuple(choices))
 
 
-def neighbours(value: int) -> list[int]:
-    """The values to try for an integer below 16 or a power of two; else []."""
+def neighbours(name: str, value: int, sizes: dict) -> list[int]:
+    """The values to try for an integer below 16, a power of two, or a size, which must fit the others; else []."""
+    heads, head_dim, seq_len = (sizes.get(field) or 1 for field in ("full_heads", "head_dim", "seq_len"))
+    if name == "n_embd":
+        return [head_dim * n for n in range(max(heads, value // head_dim - 2), value // head_dim + 3)]
     if value < 16:
         return list(range(max(1, value - 2), value + 3))
-    return [value // 4, value // 2, value, value * 2, value * 4] if value & (value - 1) == 0 else []
+    around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
+    if name == "window":
+        return [n for n in around if seq_len % n == 0 or n == value]
+    if name == "total_batch_size":
+        return [n for n in around if n % seq_len == 0 or n == value]
+    return around
 
 
 def edit(source: bytes, values: dict[Knob, float]) -> bytes:

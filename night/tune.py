@@ -19,9 +19,9 @@ import harness
 from harness import crashed
 from night.commits import read_train
 from night.git import branch
-from night.knobs import Knob, edit, read_knobs
+from night.knobs import SIZES, Knob, edit, read_knobs
 from night.loop import loop
-from night.proposals import accepted
+from night.proposals import accepted, live_row
 from night.rows import one_seed
 from night.run import train_options
 from night.show import last_place
@@ -34,7 +34,7 @@ SUBJECT = 100  # characters
 
 def tune(args: argparse.Namespace) -> None:
     """A loop whose agent is `propose`; with args.list, only prints the knobs."""
-    knobs = read_knobs(read_train("HEAD"), args.knobs)
+    knobs = knobs_of(read_train("HEAD"), rows_of(args), args)
     if args.list:
         return print(*knobs, sep="\n")
     import optuna  # noqa: F401  better missed now than in every trial
@@ -49,17 +49,14 @@ def propose(args: argparse.Namespace) -> None:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    source = Path("train.py").read_bytes()
-    knobs = read_knobs(source, args.knobs)
+    source, rows = Path("train.py").read_bytes(), rows_of(args)
+    knobs = knobs_of(source, rows, args)
     study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[args.sampler])())
     tried = {tuple(knob.value for knob in knobs)}
-    rows = []
-    with suppress(PrepareError):  # no row yet
-        rows = one_seed(last_place(args))
     for commit, score in trials(rows, args.sampler):
         found = {}
         with suppress(subprocess.CalledProcessError, PrepareError):  # this clone does not have it; another file
-            found = {knob.name: knob.value for knob in read_knobs(read_train(commit))}
+            found = {knob.name: knob.value for knob in knobs_of(read_train(commit), rows, args)}
         if all(knob.name in found for knob in knobs):
             values = {knob.name: found[knob.name] for knob in knobs}
             tried.add(tuple(values.values()))
@@ -77,6 +74,16 @@ def propose(args: argparse.Namespace) -> None:
     changes = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(moved[knob])}" for knob in most)
     Path("IDEA").write_text(textwrap.shorten(f"tune {args.sampler}: {changes}", SUBJECT, placeholder=" ..."))
     Path("train.py").write_bytes(edit(source, moved))
+
+
+def rows_of(args: argparse.Namespace) -> list[dict]:
+    with suppress(PrepareError):  # no row yet
+        return one_seed(last_place(args))
+    return []
+
+
+def knobs_of(source: bytes, rows: list[dict], args: argparse.Namespace) -> list[Knob]:
+    return read_knobs(source, live_row(rows), args.knobs, () if args.tokens else SIZES)
 
 
 def trials(rows: list[dict], sampler: str) -> Iterator[tuple[str, float | None]]:
