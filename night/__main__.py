@@ -2,21 +2,21 @@
 Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
 far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-tune, report, Ray and, on a terminal, show and watch need pip install -e '.[night]'; plot needs '.[plot]'.
+tune, report, Ray and, on a terminal, show need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
+import io
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import harness
 import prepare
-from night.clean import clean
-from night.live import watch
 from night.loop import loop
 from night.plot import plot
 from night.report import report
@@ -100,9 +100,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("revisions", nargs="*", metavar="COMMIT")
     add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")
     add("--chart", type=Path, metavar="FILE.png", help="draw one chart, also as FILE-dark.png")
-    command(watch, help="show this clone's active runs until all end")
-    add = command(clean, help="list what discarded and killed runs have left in runs/ and /tmp")
-    add("--yes", action="store_true", help="delete it")
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
@@ -130,10 +127,16 @@ def duration(text: str) -> float:
     return float(text)
 
 
+class Output(io.FileIO):
+    """A full disk, or a reader that has gone, ends no night: what cannot be written is lost."""
+
+    def write(self, data: bytes) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
 def main() -> int | None:
-    # Rows are in a log as they come; a terminal may lack a subject's emoji
-    if sys.stdout:  # None under `>&-`
-        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     args = parse()
     try:
         return args.function(args)
@@ -143,8 +146,16 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
+    for name in ("stdout", "stderr"):
+        if old := getattr(sys, name):  # None under `>&-`
+            # Rows are in a log as they come; a terminal may lack a subject's emoji
+            options = dict(encoding=old.encoding, line_buffering=True, errors="replace")
+            raw = Output(old.fileno(), "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
     try:
         sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"night: {(error.stderr or b'').decode(errors='replace').strip() or error}")
     except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone
         sys.exit(f"night: {harness.git_problem(error)}")
     except KeyboardInterrupt:

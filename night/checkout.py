@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 SCRATCH = "t4-night-"  # prefix of temporary folders
-OWNER = "night-owner"  # file in them: the process id of the owner, for `clean`
 LOG_END = 2**15  # bytes of a run's output that are kept, to show its last lines
 NEWS = 3  # seconds between two reads of a run's record
 LOOK = 0.05  # seconds between two checks whether it has ended
@@ -33,7 +32,6 @@ class Checkout:
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
         self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
         self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
-        (self.folder / OWNER).write_text(str(os.getpid()))
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", self.folder], input=archive, check=True)
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)

@@ -188,7 +188,8 @@ class Gains:
         if (shared := git("merge-base", head, commit)) == head:
             move_branch(self.branch, commit, head)
         else:  # somebody has committed meanwhile: merge, with the kept train.py
-            if read_train(head) not in (read_train(shared), read_train(now)):
+            theirs, *ours = (git("rev-parse", f"{one}:train.py", check=False) for one in (head, shared, now))
+            if theirs not in ours:  # or they have renamed it
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             merged = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
             move_branch(self.branch, merged, head)

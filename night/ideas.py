@@ -10,7 +10,7 @@ from harness import crashed
 from night.git import git
 from night.intervals import shrink
 from night.noise import Noise
-from night.records import curve_of, jump, run_seconds
+from night.records import run_seconds
 from night.rows import arm, grouped, scores
 
 SLOWER = 1.15  # mention training times that grow by more than this factor
@@ -157,14 +157,16 @@ def expect(found: list[Idea], noise: Noise) -> None:
             idea.likely = float(likely)
 
 
-def oddities(idea: Idea, rows: list[dict]) -> list[str]:
-    """What is unusual about its runs: few tokens, more time, a jump of the loss."""
-    usual = statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
+def usual_tokens(rows: list[dict]) -> float:
+    return statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
+
+
+def oddities(idea: Idea, usual: float) -> list[str]:
+    """What is unusual about its runs: fewer tokens than usual, more time."""
     fewest = min([row["tokens_M"] for row in idea.rows if not crashed(row)], default=usual)
     found = []
     if fewest < 0.9 * usual:
         found.append(f"only {fewest / usual:.0%} of the usual tokens")
     if idea.times > SLOWER:
         found.append(f"takes {idea.times:.2f} times as long")
-    jumps = [jump(curve_of(row)) for row in idea.rows]
-    return found + [f"its loss jumps at {where:.0%}" for where in jumps if where]
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
+from night.proposals import parse
 from prepare import PrepareError
 
 SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
@@ -23,7 +24,7 @@ class Knob(NamedTuple):
     place: tuple[int, int, int]  # line, counted from 0; first byte, and the one after the last
     low: float
     high: float
-    log: bool  # whether to search on a log scale; not for fractions and ranges that reach 0
+    log: bool  # whether to search on a log scale; not for fractions
     choices: tuple[int, ...]
 
     def fit(self, x: float) -> float:
@@ -50,9 +51,11 @@ def read_knobs(
 ) -> list[Knob]:
     """The top-level constants of a train.py, and those in `searched` of its SIZES[live]; or only `names`.
 
-    Raises PrepareError for unknown names."""
+    Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
     nodes, fields, rows, size, sizes = {}, {}, [], None, {}
-    for node in ast.parse(source).body:
+    if not (tree := parse(source)):
+        raise PrepareError("train.py is no valid Python: run it to see where")
+    for node in tree.body:
         match node:
             case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
                 pass
@@ -76,7 +79,9 @@ def read_knobs(
     wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
-    return [knob for name, knob in found.items() if name in wanted]
+    if not (knobs := [knob for name, knob in found.items() if name in wanted]):
+        raise PrepareError("train.py has no knob: set a constant to a positive number on a line of its own, LR = 0.04")
+    return knobs
 
 
 def number(node: ast.expr) -> float | None:
@@ -88,9 +93,9 @@ def number(node: ast.expr) -> float | None:
 
 
 def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
-    """A knob, or None unless it is a positive number on one line. A comment `# [low, high]` sets a constant's range."""
+    """A knob, or None unless it is a positive number on one line."""
     value, line = number(node), lines[node.lineno - 1]
-    if not value or value < 0 or node.lineno != node.end_lineno:
+    if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
         return None
     choices = neighbours(name, value, sizes) if isinstance(value, int) else ()
     fraction = value < 1 and not re.search(RATES, name)
@@ -98,15 +103,9 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
     if choices:
         low, high = min(choices), max(choices)
-    pair = re.search(rb"#.*\[\s*([-+.\de]+)\s*,\s*([-+.\de]+)\s*\]", line[node.end_col_offset :])
-    if pair and not sizes:
-        low, high = map(float, pair.groups())
-        if not low <= value <= high:
-            raise PrepareError(f"train.py: {name} = {value} is outside its range [{low:g}, {high:g}]: change either")
     first, end = node.col_offset, node.end_col_offset
-    choices = tuple(n for n in choices if low <= n <= high)
-    log = low > 0 and not fraction
-    return Knob(name, value, line[first:end].decode(), (node.lineno - 1, first, end), low, high, log, choices)
+    text = line[first:end].decode()
+    return Knob(name, value, text, (node.lineno - 1, first, end), low, high, not fraction, tuple(choices))
 
 
 def neighbours(name: str, value: int, sizes: dict) -> list[int]:

@@ -1,13 +1,11 @@
-"""What is running now: one line per run, from the records that runs and waves write."""
+"""What a wave or a loop shows while it trains: one line per run, from the records of its runs."""
 
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import harness
-import prepare
-from night.records import budget, curve, running
+from night.records import curve
 
 
 class Board:
@@ -44,34 +42,11 @@ class Board:
         self.live.update(text, refresh=True) if self.live else print(text)
 
 
-def wave_lock() -> Path:
-    """The file that a wave, tune, loop or report of this clone keeps locked."""
-    return harness.RESULTS.with_name("results.tsv.wave")
-
-
-def wave_at_work() -> bool:
-    with suppress(FileNotFoundError), open(wave_lock(), "rb") as file:
-        return not prepare.lock(file, patience=0)
-    return False
-
-
 def line(folder: Path) -> str:
-    """A run's name, share of its budget spent, step, loss, speed and seconds left."""
+    """A run's name, step, loss, speed and seconds so far."""
     points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
     if not points:
         return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
-    (unit, size), last = budget(folder), points[-1]
-    share = min(1.0, getattr(last, unit) / size)
-    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds * (1 / share - 1):.0f} s left"
-    return f"{folder.name:32} {share:4.0%}, step {last.step:.0f}, loss {last.loss:.4f}, {pace}"
-
-
-def watch(_=None) -> None:
-    """Shows this clone's active runs until there is none, and no wave that may start more."""
-    with Board() as board:
-        board.shown = 0.0  # show the first lines at once
-        while (records := running()) or wave_at_work():
-            if records:
-                board.update(records)
-            time.sleep(0.5)
-    print("no run is active in this clone")
+    last = points[-1]
+    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds:.0f} s so far"
+    return f"{folder.name:32} step {last.step:.0f}, loss {last.loss:.4f}, {pace}"

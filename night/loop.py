@@ -18,7 +18,7 @@ from night.git import branch, git, in_history, revisions
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
-from night.rows import experiments, grouped, reference
+from night.rows import experiments, good, grouped, reference
 from night.run import train_options
 from night.statuses import set_status
 from night.wave import Trainer, run_of, start_pool
@@ -135,10 +135,9 @@ class Loop:
 
     def fill(self) -> None:
         """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
-        trainer = self.trainer
-        while (due := self.due()) and len(trainer.pending) < trainer.slots:
-            runs = len(trainer.pending) + len(due) if self.over() else trainer.slots
-            trainer.submit(*due[0], trainer.per_gpu(runs))
+        while (due := self.due()) and len(self.trainer.pending) < self.trainer.slots:
+            runs = len(self.trainer.pending) + len(due) if self.over() else self.trainer.slots
+            self.trainer.submit(*due[0], self.trainer.per_gpu(runs))
             self.queue.remove(due[0])
 
     def due(self) -> list[tuple[Run, tuple[str, str]]]:
@@ -195,6 +194,8 @@ class Loop:
 
     def ask(self) -> None:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
+        if any(row["val_bpb"] for row in rows) and not good(rows, base):
+            raise PrepareError(f"{base} has no result: has somebody rebased the branch? End this loop, start it again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
         refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)

@@ -1,4 +1,4 @@
-"""Pictures of a night: results.tsv as progress.png, its arms as arms.png, loss curves as curves.png."""
+"""Pictures of a night: results.tsv as progress.png, loss curves as curves.png."""
 
 import argparse
 import subprocess
@@ -13,16 +13,16 @@ import harness
 from night.git import commit_of, in_history
 from night.ideas import ideas
 from night.noise import Noise
-from night.records import curve, curve_of, record_of, run_seconds
-from night.rows import arms, baseline, experiments, grouped, one_seed, place
+from night.records import curve, record_of
+from night.rows import baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
 
 GREEN = "#2da44e"  # legible on white and on black
 
 
 def plot(args: argparse.Namespace | None = None) -> None:
-    """Draws progress.png: per gpu and dataset, a chart of all experiments; and arms.png, if there are several arms.
-    With args.revisions, draws only their loss curves; with args.chart, one chart for light and dark pages."""
+    """Draws progress.png: per gpu and dataset, a chart of all experiments. With args.revisions, draws only their loss
+    curves; with args.chart, one chart for light and dark pages."""
     if args and args.revisions:
         return plot_curves(args.revisions)
     if args and args.log:
@@ -36,8 +36,6 @@ def plot(args: argparse.Namespace | None = None) -> None:
     for (ax,), rows in zip(axes, groups, strict=True):
         draw(ax, rows)
     save(figure, "progress.png")
-    if groups := [rows for rows in groups if len(arms(rows)) > 1]:
-        plot_arms(groups)
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple:
@@ -67,40 +65,10 @@ def plot_chart(rows: list[dict], path: Path) -> None:
             save(figure, path.resolve().with_name(name))
 
 
-def plot_arms(groups: list[list[dict]]) -> None:
-    """Draws arms.png: per gpu and dataset, each arm's best val_bpb so far (baseline included), +- the
-    standard deviation that counts for changes, over its runs and over the minutes they took."""
-    figure, axes = new_figure(len(groups), 2)
-    for (left, right), group in zip(axes, groups, strict=True):
-        noise = noise_of(group).rest
-        first = baseline(one_seed(group))["val_bpb"] or np.nan
-        for color, (name, rows) in enumerate(arms(group).items()):
-            scores = np.array([row["val_bpb"] or np.nan for row in rows])
-            lowest = np.fmin.accumulate([first, *scores])[1:]
-            minutes = np.cumsum([sum(run_seconds([row], "total_seconds") or trained(row)) for row in rows]) / 60
-            for ax, x in ((left, np.arange(1, len(rows) + 1)), (right, minutes)):
-                ax.step(x, lowest, f"C{color}", where="post", label=f"{name}, {np.fmin.reduce(scores):.4f}")
-                ax.fill_between(x, lowest - noise, lowest + noise, step="post", color=f"C{color}", alpha=0.15)
-                ax.scatter(x, scores, s=8, color=f"C{color}", alpha=0.5, lw=0)
-        found = [row["val_bpb"] for row in group if row["val_bpb"]]
-        low, high = min(found), worst(first, found)
-        margin = max(0.1 * (high - low), 2 * noise)
-        left.set(xlabel="runs of the arm", ylabel="val_bpb; line: best so far", ylim=(low - margin, high + margin))
-        right.set(xlabel="minutes that they took, as far as there are records")
-        left.set_title(", ".join(place(group[0])), loc="left", size=10, parse_math=False)
-        right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
-    save(figure, "arms.png")
-
-
 def noise_of(rows: list[dict]) -> Noise:
     with suppress(OSError, subprocess.CalledProcessError):  # no git
         return Noise.of(rows, ideas(rows))
     return Noise.of(rows)
-
-
-def trained(row: dict) -> list[float]:
-    """[seconds that the last run of a row trained], [] without a record."""
-    return [point.seconds for point in curve_of(row)[-1:]]
 
 
 def worst(first: float, scores: Collection[float]) -> float:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import harness
 import prepare
-from night.clean import scratch_folder
+from night.checkout import SCRATCH
 from night.commits import archive, read_train
 from night.git import git
 from night.records import RUNS, record_of
@@ -108,7 +109,7 @@ def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
 def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
     """A new folder with those of a commit's files that concern an agent, in a throw-away git repository; and their
     contents."""
-    work = Path(scratch_folder(), "work")
+    work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
     work.mkdir()
     files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True)

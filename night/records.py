@@ -1,9 +1,7 @@
-"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's budget, log.txt, curve.tsv and summary.json."""
+"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json."""
 
 import itertools
 import json
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +11,6 @@ import prepare
 from night.git import ROOT
 
 RUNS = ROOT / "runs"
-QUIET = 120  # seconds without a change after which a run that has no summary counts as killed
-JUMP = 0.3  # nats per token by which a loss jumps; see `jump`
 
 
 class Point(NamedTuple):
@@ -37,19 +33,12 @@ def folders(name: str) -> Iterator[Path]:
     return (RUNS / (name if i == 1 else f"{name}_{i}") for i in itertools.count(1))
 
 
-def first_name(folder: Path) -> str:
-    """The name that all runs of `folders` share."""
-    return folder.name.partition("_")[0]
-
-
 def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
     """Makes the folder of a run; if it is a repeated one, _2, _3, ... ends its name."""
     RUNS.mkdir(exist_ok=True)  # fails if runs/ is a dangling link; otherwise the loop below would never end
     for folder in folders(record_name(commit, seed, gpu, budget)):
         with suppress(FileExistsError):
             folder.mkdir()
-            with suppress(OSError):  # disk full
-                (folder / "budget").write_text(budget)
             return folder
 
 
@@ -70,12 +59,6 @@ def record_of(row: dict) -> Path | None:
     return last
 
 
-def curve_of(row: dict) -> list[Point]:
-    """The curve of a row's last run; [] without a record."""
-    folder = record_of(row)
-    return curve(folder) if folder else []
-
-
 def curve(folder: Path) -> list[Point]:
     """The points of curve.tsv, [] without one; skips a line that is still being written."""
     points = []
@@ -93,43 +76,7 @@ def summary(folder: Path) -> dict:
     return {}
 
 
-def run_seconds(rows: list[dict], kind: str = "training_seconds") -> list[float]:
-    """Seconds that the last run of each row took, without rows that have no record. kind: a key of the summary."""
-    found = [summary(folder).get(kind) for folder in map(record_of, rows) if folder]
+def run_seconds(rows: list[dict]) -> list[float]:
+    """Seconds that the last run of each row trained, without rows that have no record."""
+    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
     return [number for number in found if number]
-
-
-def budget(folder: Path) -> tuple[str, float]:
-    """The budget of a run: `tokens` or `seconds`, and how many."""
-    with suppress(ValueError):
-        number, unit, *_ = prepare.read(folder / "budget").split()
-        return ("tokens", float(number) * 1e6) if unit == "M" else ("seconds", float(number))
-    return "seconds", prepare.TIME_BUDGET  # a full disk has cost the file
-
-
-def running(quiet: float = QUIET) -> list[Path]:
-    """Records of active runs, the oldest first. quiet: seconds without a change until a run counts as killed."""
-    found = [folder for folder in RUNS.glob("*-*/") if not (folder / "summary.json").exists()]
-    found = [folder for folder in found if quiet_for(folder) < quiet]
-    return sorted(found, key=lambda folder: folder.stat().st_ctime)
-
-
-def quiet_for(folder: Path) -> float:
-    """Seconds without a change. If the clock has gone back, files of before lie in the future: no sign of life."""
-    return min(abs(time.time() - path.stat().st_mtime) for path in (folder, *folder.iterdir()))
-
-
-def jump(points: list[Point]) -> float | None:
-    """Where the loss jumps up most after the first tenth, as a fraction of the run; None if nowhere.
-
-    A jump is a rise between medians of five successive points by more than JUMP plus three times the usual step from
-    point to point: in a short run a point is the loss of a single batch.
-    """
-    if len(points) < 40:
-        return None
-    points = points[len(points) // 10 :]
-    losses = [point.loss for point in points]
-    usual = statistics.median(abs(b - a) for a, b in itertools.pairwise(losses))
-    middle = [statistics.median(losses[i : i + 5]) for i in range(len(losses) - 4)]
-    rise, i = max((middle[i] - middle[i - 5], i) for i in range(5, len(middle)))
-    return points[i].step / points[-1].step if rise > JUMP + 3 * usual else None

@@ -34,10 +34,8 @@ def report(args: argparse.Namespace) -> None:
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
     title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
     title += f"{sum(map(crashed, rows))} crashed."
-    pictures = "![](progress.png)"
     if len(found := arms(rows)) > 1:
         title += "".join(f"\n{best_of(*one)}" for one in found.items())
-        pictures += "\n\n![](arms.png)"
     print(title)
     parts = [title]
 
@@ -45,7 +43,7 @@ def report(args: argparse.Namespace) -> None:
         """Appends to the report, so that a part is safe before the next one is begun."""
         print(f"\n{text}")
         parts.append(text)
-        harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, pictures]) + "\n", "utf-8")
+        harness.RESULTS.with_name("report.md").write_text("\n\n".join([*parts, "![](progress.png)"]) + "\n", "utf-8")
 
     if len(kept) < 2:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
@@ -115,10 +113,6 @@ def gains(
         runs = good(rows, row["commit"])
         if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
             lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-        tokens = statistics.mean(run["tokens_M"] for run in runs)
-        if tokens < 0.98 * row["tokens_M"]:
-            seen = f"{tokens:.1f} M tokens here, {row['tokens_M']:.1f} M as logged"
-            lines.append(f"{row['commit']} saw {seen}: a busy machine?")
     before, after = (run_seconds(good(rows, row["commit"])) for row in (first, last))
     if (times := times_as_long(after, before)) > SLOWER:
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")

@@ -77,14 +77,9 @@ def arm(row: dict) -> str:
     return tuner or agent or "agent"
 
 
-def usual_seed(rows: list[dict]) -> int:
-    """The seed that most scores have."""
-    return statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
-
-
 def one_seed(rows: list[dict]) -> list[dict]:
-    """The rows with the usual seed: these can be compared."""
-    seed = usual_seed(rows)
+    """The rows with the seed that most scores have: these can be compared."""
+    seed = statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
     return [row for row in rows if row["seed"] == seed]
 
 

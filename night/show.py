@@ -4,14 +4,13 @@ import argparse
 import math
 import os
 import re
-import statistics
 import sys
 from contextlib import suppress
 
 from harness import budget_name, crashed, read_results
 from night import records
 from night.git import commit_of, in_history
-from night.ideas import Idea, expect, ideas, oddities
+from night.ideas import Idea, expect, ideas, oddities, usual_tokens
 from night.noise import Noise, with_error
 from night.rows import baseline, count_kept, experiments, grouped, place
 from prepare import PrepareError
@@ -70,6 +69,7 @@ def about_night(rows: list[dict]) -> str:
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
         "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"
     )
+    usual = usual_tokens(rows)
     crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
     families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
@@ -79,23 +79,16 @@ def about_night(rows: list[dict]) -> str:
         if group[0].tuner:
             title += f": the best of {len(group)} trials"
             group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
-        lines += [f"\n## {title}", *entries(group, rows, noise)]
+        lines += [f"\n## {title}", *entries(group, usual, noise)]
     if crashes:
-        lines += ["\n## Crashed", *entries(crashes, rows, noise)]
+        lines += ["\n## Crashed", *entries(crashes, usual, noise)]
     return "\n".join(lines)
 
 
 def knob(name: str, group: list[Idea], noise: Noise) -> str:
-    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013; best 0.03`."""
-    tried = []
-    worth = {group[0].values[name][0]: 0.0}  # of each value: the sum of the kept or real changes that led to it
-    for (old, new), same in grouped(group, lambda idea: idea.values[name]).items():
-        tried.append(" ".join([f"{old} -> {new}", *(gain(idea, noise) for idea in same)]))
-        changes = [change for idea in same for change in idea.changes] or [0.0]
-        change, kept = statistics.mean(changes), any(idea.status == "keep" for idea in same)
-        if kept or abs(change) > noise.band(len(changes), all(idea.same_seed for idea in same)):
-            worth[new] = worth.setdefault(old, 0.0) + change
-    return f"- {name}: {', '.join(tried)}; best {min(worth, key=worth.get)}"
+    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013`."""
+    tried = grouped(group, lambda idea: " -> ".join(idea.values[name])).items()
+    return f"- {name}: " + ", ".join(" ".join([text, *(gain(idea, noise) for idea in same)]) for text, same in tried)
 
 
 def gain(idea: Idea, noise: Noise) -> str:
@@ -109,7 +102,7 @@ def gain(idea: Idea, noise: Noise) -> str:
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
-def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
+def entries(group: list[Idea], usual: float, noise: Noise) -> list[str]:
     """One line per idea, without the beginning that its subject shares with the one before."""
     lines, before = [], ""
     for idea in group:
@@ -117,7 +110,7 @@ def entries(group: list[Idea], rows: list[dict], noise: Noise) -> list[str]:
         text = f"... {idea.subject[len(shared) :]}" if shared else idea.subject
         before = idea.subject
         size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
-        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, rows)
+        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, usual)
         score = f"{gain(idea, noise)} " * (idea.status != "crash")
         lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
     return lines

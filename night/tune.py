@@ -5,6 +5,7 @@
 
 import argparse
 import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def propose(args: argparse.Namespace) -> None:
     tried = {tuple(knob.value for knob in knobs)}
     for commit, score in trials(rows, args.sampler):
         found = {}
-        with suppress(OSError, SyntaxError, PrepareError):
+        with suppress(subprocess.CalledProcessError, PrepareError):  # this clone does not have it; another file
             found = {knob.name: knob.value for knob in knobs_of(read_train(commit), rows, args)}
         if all(knob.name in found for knob in knobs):
             values = {knob.name: found[knob.name] for knob in knobs}

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from harness import crashed
 from night.commits import doubts
 from night.git import in_history, revisions
 from night.gpus import gpu_names
-from night.live import Board, wave_lock
+from night.live import Board
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, label
 from night.records import end_record, new_record
@@ -23,6 +24,8 @@ from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
+
+PAUSE = 10  # seconds until a full disk is tried again
 
 
 def wave(args: argparse.Namespace) -> None:
@@ -66,7 +69,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
 
     Raises PrepareError if another wave is at work or the log cannot take rows.
     """
-    args.alone = open(wave_lock(), "ab")  # locked until this process ends
+    args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     try:
@@ -94,6 +97,12 @@ def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
     if crashed(row):
         return row["commit"] != base
     return not kind.report or row["test_bpb"] is not None
+
+
+def is_logged(row: dict) -> bool:
+    return any(
+        run_name(row) == run_name(other) and row["budget"] == other["budget"] for other in harness.read_results()
+    )
 
 
 class Trainer:
@@ -195,6 +204,9 @@ class Trainer:
                     self.submit(run, base)
                     continue
                 row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
+                while not self.stopped and not is_logged(row):
+                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
+                    row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
                 print(text)
                 self.judge_by(row)
                 yield run, row

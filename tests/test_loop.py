@@ -1016,6 +1016,7 @@ def test_a_reference_that_crashed_is_mended_by_a_commit(loop):
         ("", 'an "open quote', """: 'an "open quote' is no command"""),
         ("", "true' --runs '0", " loop: error: argument --runs: 0 must be above 0"),
         ("git checkout -q --detach; ", "true", ": HEAD is on no branch: git checkout -b"),
+        ("rm -rf .git; ", "true", ": fatal: not a git repository"),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(loop, before, agent, remedy):

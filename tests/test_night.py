@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from scratch import Scratch
 from small_corpus import ROOT, WORDS, copy_files, told
 
 import harness
@@ -23,6 +24,9 @@ import prepare
 from night import git as git_of_night
 from night import rows, statuses
 from night.__main__ import main, parse
+from night.commits import commit_train
+from night.gains import Gains
+from night.loop import Loop
 from night.noise import Noise, seed_noise
 from night.plot import plot
 from night.rows import Kind, reference
@@ -424,7 +428,9 @@ def history(monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     commits = "".join(f"{letter * 40}\n" for letter in "dcba")
 
-    def git(what: str, *args: str) -> str:
+    def git(what: str, *args: str, **_) -> str:
+        if what == "cat-file":
+            return ""
         return commits if what == "rev-list" else args[-1][0].replace("H", "d") * 40
 
     monkeypatch.setattr(git_of_night, "git", git)
@@ -461,6 +467,44 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
     assert reference(Kind(["A"], "300 s", "d")) == 7 * commit
     assert reference(Kind(["A"], "60 s", "d")) == "ccccccc"
+
+
+def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(tmp_path, monkeypatch):
+    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
+    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
+    base = scratch.head()
+    scratch.shell("git branch base; echo 'A = 2' > train.py; git commit -qam idea")
+    idea = scratch.head()
+    for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
+        row = dict(val_bpb=val_bpb, memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
+        harness.log_result(**row)
+    squash = "git reset -q --hard base; git merge -q --squash night@{1}; git commit -qm squashed"
+    for script in ("git commit -q --amend -m words", squash):
+        scratch.shell(script)
+        assert scratch.head() != idea == reference(scratch.kind)
+    scratch.shell("git reset -q --hard base")
+    assert reference(scratch.kind) == base
+    scratch.shell(
+        "git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f train.py; git commit -qm rebased"
+    )
+    args = parse(["loop", "--agent=true"])
+    with pytest.raises(prepare.PrepareError, match=f"{scratch.head()} has no result: has somebody rebased"):
+        Loop(args, scratch.trainer(args)).ask()
+
+
+def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(tmp_path, monkeypatch, capsys):
+    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
+    base = scratch.head()
+    idea = commit_train(base, b"A = 2\n", "idea", "night-loop/1")
+    for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
+        row = dict(val_bpb=val_bpb, memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
+        harness.log_result(**row)
+    scratch.shell("git mv train.py model.py; git commit -qm renamed")
+    gains = Gains(scratch.kind, "night", None, list)
+    gains.settle(1, base, scratch.rows()[-1])
+    gains.advance(pending=False, over=False)
+    assert scratch.shell("git show HEAD:train.py") == "A = 2" and reference(scratch.kind) == idea
+    assert "which no run has kept, stays in the history only" in capsys.readouterr().out
 
 
 def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(history):
@@ -561,7 +605,7 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("watch x", "unrecognized arguments: x"),
+        ("reference x", "unrecognized arguments: x"),
         ("keep", "required: COMMIT"),
         ("keep a b", "unrecognized arguments: b"),
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),

@@ -97,7 +97,7 @@ def test_what_a_run_writes_comes_as_it_is_written_and_at_the_end_its_rows_and_la
     assert len(news) <= 2 if pause else len(news) > 1
     assert {(event.run, event.name) for event in news} == {(run, "log.txt")}
     assert end.rows == "a row" and len("".join(end.tail)) <= checkout.LOG_END
-    assert end.tail[-1] == "end ['night-owner', 'results.tsv', 'runs']" and not local.active
+    assert end.tail[-1] == "end ['results.tsv', 'runs']" and not local.active
 
 
 def test_a_run_may_delete_all_that_it_finds(local):

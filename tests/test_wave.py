@@ -159,7 +159,6 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
 
 def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(waves, "wave_lock", lambda: tmp_path / "lock")
     monkeypatch.setattr(gpus, "ask_gpus", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
     monkeypatch.setattr(waves, "Local", lambda places, *_: places)
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
@@ -328,6 +327,35 @@ def test_where_runs_cannot_be_written_runs_and_waves_go_on_without_a_record(clon
     clone.finish(clone.wave("--seeds=1", *TWO_SLOTS))
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.31]
     assert not any(path.is_file() for path in {*Path("/dev").iterdir()} - before)
+
+
+def test_what_a_wave_prints_on_a_full_disk_or_to_nobody_is_lost_and_no_row_is(clone):
+    clone.commit(base="val_bpb = 1.3 + args.seed / 100")
+    for seed, output in enumerate(("> /dev/full 2>&1", "2>&1 | true"), start=1):
+        wave = f"python -m night wave --seeds={seed} {' '.join(TWO_SLOTS)}"
+        assert not clone.run(f"{wave} {output}; test ${{PIPESTATUS[0]}} = 0 || echo failed", CUDA_VISIBLE_DEVICES="")
+    assert [(row["val_bpb"], row["reason"]) for row in clone.rows()] == [(1.31, ""), (1.32, "")]
+
+
+def test_a_row_that_a_full_disk_does_not_take_is_logged_when_there_is_room(tmp_path, monkeypatch, capsys):
+    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "result(1.2)\n"})
+    space, append = iter([False] * 4), harness.journal.append
+
+    def full(file, lines: list[str]) -> None:
+        if not next(space, True):
+            raise OSError(28, "No space left on device")
+        append(file, lines)
+
+    for module in (harness.journal, harness.log):
+        monkeypatch.setattr(module, "append", full)
+    monkeypatch.setattr(scratch.pool, "log", Path(os.devnull))
+    row = "\t".join(harness.COLUMNS) + f"\n{scratch.head()}\t1.2\t1.0\tdiscard\t\tcpu\td\t300 s\t42\t1.5\t\t\trun\n"
+    monkeypatch.setattr(scratch.pool, "train", lambda *args: row)
+    monkeypatch.setattr(waves, "PAUSE", 0)
+    args = parse(["wave"])
+    scratch.trainer(args).train([Run(scratch.head(), "idea", 42)], (scratch.head(), "idea"))
+    assert [row["val_bpb"] for row in scratch.rows()] == [1.2]
+    assert "it is nowhere else" in capsys.readouterr().err
 
 
 def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clone, capsys):
