@@ -1,9 +1,12 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
 import functools
+import os
 import re
+import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,7 +104,9 @@ class Searched(Scratch):
 def quick(tmp_path, monkeypatch):
     quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
-    return quick
+    yield quick
+    for folder in Path("/tmp").glob(f"t4-night-{os.getpid()}-*"):  # checkouts, which a loop would delete
+        shutil.rmtree(folder)
 
 
 @pytest.fixture
