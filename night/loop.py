@@ -37,33 +37,29 @@ def loop(args: argparse.Namespace) -> None:
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
-    pool, kind = start_pool(args)
-    trainer = Trainer(args, pool, kind)
-    night = Loop(args, trainer)
+    trainer = Trainer(args, *start_pool(args))
+    night, kind = Loop(args, trainer), trainer.kind
     (base,) = revisions([reference(kind)])
     for doubt in doubts([]):
         print(doubt)
-    # A night that begins measures its noise, while agents think
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
-    noise = noise_versions(base[0], night.branch) if begins else []
-    night.noise = {commit for commit, _ in noise}
+    night.noise = noise_versions(base[0], night.branch) if begins else []  # measured while agents think
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*version) for version in [base, *noise]], base)[0]["status"] == "crash":
+        if trainer.train([run_of(*version) for version in [base, *night.noise]], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
-        for commit in night.noise:
+        for commit, _ in night.noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
         with trainer.at_work():
             night.work()
     finally:
         night.end_agents()
         print(night.summary())
-    if args.report:
+    if args.report:  # in the same process: whoever ends the loop ends the report
         trainer.pool.close()
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
-        command = [sys.executable, "-m", "night", "report", *train_options(args), *options]
-        os.execv(sys.executable, command)  # the same process: whoever ends the loop ends the report
+        os.execv(sys.executable, [sys.executable, "-m", "night", "report", *train_options(args), *options])
 
 
 class Loop:
@@ -79,7 +75,7 @@ class Loop:
         self.rows: list[tuple[Run, dict]] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
-        self.resumed, self.noise = False, set()  # commits of `noise_versions`
+        self.resumed, self.noise = False, []  # see `noise_versions`
         self.trained = self.crashed = 0  # runs of this night; crashes in a row
         self.refused = self.failed = 0  # in a row: edits that were refused, agents that made none
         self.busy = 0.0  # seconds with a run, summed over slots
@@ -181,7 +177,7 @@ class Loop:
 
     def dry(self) -> int:
         """Experiments since the last gain."""
-        rows = [row for row in self.kind.rows() if row["commit"] not in self.noise]
+        rows = [row for row in self.kind.rows() if row["commit"] not in dict(self.noise)]
         kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
         return next((i for i, row in enumerate(reversed(rows)) if row["commit"] in kept), len(rows))
 

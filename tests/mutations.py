@@ -1132,19 +1132,18 @@ SECTIONS = [
         ("if idea.edit and idea.same_seed and", "if idea.edit and"),
         ("and len(idea.changes) == 1]", "and idea.changes]"),
         ("squares = rest**2 * freedom", "squares = 0.0"),
+        ("for idea in single if not idea.is_noise]", "for idea in single]"),
     ]),
     ("Edits", "night/ideas.py", ["test_memory.py", "-k", "same_edit"], [
         ('if line[:1] in ("+", "-"))', "if line)"),
     ]),
     ("The beginning of a night", "night", ["test_loop.py", "-k", "begins_with_versions"], [
         ('set_status(commit, kind, "discard")', "pass"),
-        ('if row["commit"] not in self.noise]', "]"),
-        ('if row["status"] == "keep"} <= {base[0]}', "} <= {base[0]}"),
+        ('if row["commit"] not in dict(self.noise)]', "]"),
+        ("noise_versions(base[0], night.branch) if begins else []", "noise_versions(base[0], night.branch)"),
         ("groups += [[0.0, *(", "groups += [[*("),
-        ("for idea in single if not idea.is_noise]", "for idea in single]"),
         ("for idea in single if idea.is_noise], lambda idea: idea.edited)", "for idea in single], lambda idea: idea.edited)"),
         ("abs(r - 1) < 3e-3", "abs(r - 1) < 1e-4"),
-        ("f\"{branch}-noise/\"", "f\"{branch}-loop/\""),
     ]),
     ("Ideas", "night", ["test_memory.py", "-k", "family"], [
         ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),

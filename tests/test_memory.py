@@ -245,8 +245,9 @@ def test_the_same_edit_of_several_files_tells_the_noise_between_commits_with_one
     """Each change is the difference of two runs. Not counted: means of several seeds, differences between seeds, and
     commits without a diff."""
 
-    def idea(edit: str, *changes: float, same_seed: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(edit=edit, changes=changes, change=changes[0], same_seed=same_seed, is_noise=False)
+    def idea(edit: str, *changes: float, same_seed=True, is_noise=False, edited="") -> SimpleNamespace:
+        more = dict(same_seed=same_seed, is_noise=is_noise, edited=edited)
+        return SimpleNamespace(edit=edit, changes=changes, change=changes[0], **more)
 
     monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.0, 0) if same_seed else (0.01, 2))
     luck = random.Random(1)
@@ -258,6 +259,9 @@ def test_the_same_edit_of_several_files_tells_the_noise_between_commits_with_one
     assert noises.Noise.of([{}], found[:4]).rest == 0.01, "fewer than three degrees of freedom"
     monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.004, 900) if same_seed else (0.01, 2))
     assert noises.Noise.of([{}], found).rest == pytest.approx(math.sqrt((900 * 0.004**2 + 600 * 0.001**2) / 1500), 0.01)
+    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.0, 0))
+    lucky = [idea("+x", 0.01 * i, is_noise=True, edited=f"file {i}") for i in (1, 2, 3)]  # each against one run
+    assert noises.Noise.of([{}], lucky).rest == pytest.approx(0.01 * math.sqrt((1 + 4 + 9) / 2 / 3))
     edited = SimpleNamespace(diff="@@ -1,0 +2 @@ class A:\n+new\n@@ -9 +9 @@ def f()\n-old\n\\ No newline")
     assert ideas.Idea.edit.fget(edited) == "+new\n-old"
 
