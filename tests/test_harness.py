@@ -740,4 +740,5 @@ def test_commits_have_seven_digits_whatever_the_hash(tmp_path, monkeypatch, obje
     subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True)
     commit = nights.commit_of("HEAD")
     assert len(commit) == 7 and nights.revisions(["HEAD"]) == [(commit, "a subject")] == [harness.git_head()]
-    assert nights.in_history([{"commit": commit}, {"commit": f"{commit}+"}]) == [{"commit": commit}]
+    row, other = (dict(commit=name, status="keep") for name in (commit, f"{commit}+"))
+    assert nights.in_history([row, other]) == [row]
