@@ -33,6 +33,7 @@ from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backwa
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import GraphLowering, compile_fx, compile_fx_inner, make_boxed_func
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
@@ -54,14 +55,16 @@ def pretend(gpu: str) -> int:
     for name, answer in dict(
         is_available=True, device_count=1, current_device=0, _exchange_device=0, _maybe_exchange_device=0,
         get_device_properties=properties, get_device_capability=(major, minor), get_device_name=gpu,
-        get_rng_state=torch.get_rng_state(), set_rng_state=None,
+        get_rng_state=torch.get_rng_state(), set_rng_state=None, is_current_stream_capturing=False,
     ).items():  # fmt: skip
         setattr(torch.cuda, name, functools.partial(lambda answer, *_: answer, answer))
     CudaInterface.get_device_properties = staticmethod(torch.cuda.get_device_properties)
     torch.version.cuda = torch.version.cuda or "13.0"
     target = functools.partial(GPUTarget, "cuda", sm, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=target, get_current_device=lambda: 0))
+    torch.accelerator.is_available = lambda: False  # Dynamo would ask the driver for a stream
     FakeTensorMode.avoid_device_init = True  # there is nothing to initialize
+    fake_tensor.init_gpu_context = lambda device: None
     # CUDA's device guard (entry 1 of DeviceType) becomes that of meta tensors (14), which does nothing
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     guards = (ctypes.c_void_p * 15).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
