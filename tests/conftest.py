@@ -65,6 +65,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind, say, takes it for a leak
+
+
 @pytest.fixture(autouse=True, scope="session")
 def clone(tmp_path_factory) -> Iterator[None]:
     """This process's `.dataset` lies elsewhere: the one in the repository belongs to whoever works there."""
