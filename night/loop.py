@@ -127,7 +127,7 @@ class Loop:
             self.ask()
         if not self.trainer.pending:
             sleep(0.2)
-        return bool(self.trainer.pending or self.due() or self.gains or not self.over())
+        return bool(self.trainer.pending or self.gains or not self.over())
 
     def fill(self) -> None:
         """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""

@@ -1012,7 +1012,6 @@ SECTIONS = [
         ("return tuner or agent or", "return agent or tuner or"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
-        ("return bool(self.trainer.pending or self.due() or", "return bool(self.trainer.pending or"),
         ('if text.startswith("refused")]', "]"),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
         ('in ("keep", "discard", "crash"):', 'in ():'),

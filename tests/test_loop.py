@@ -271,6 +271,18 @@ def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_o
     assert reference(played.kind) != base and sum("noise: " in row["description"] for row in played.rows()) == 3
 
 
+def test_one_proposal_per_agent_waits_for_a_gpu_and_what_is_decided_stays_so(played, monkeypatch):
+    looks, events, turn, waiting = itertools.count(), played.pool.events, loops.Loop.turn, []
+    monkeypatch.setattr(played.pool, "events", lambda: [] if next(looks) % 5 else events())  # runs take five looks
+    monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.queue)))[0])
+    played.night("A,B,worse", args=["--runs=9"], real=False)
+    assert max(waiting) == 1
+    decided, tried = played.verdicts(), played.tried()
+    assert any(verdict.startswith("keep, and again on ") for verdict in decided)
+    played.night("A", args=["--hours=0"], real=False)
+    assert (played.verdicts(), played.tried()) == (decided, tried)
+
+
 def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
     played.night("half", args=["--hours=0.01"])
     played.night("killed", args=["--hours=0.01"])
