@@ -203,10 +203,11 @@ class Trainer:
                     self.lost.add(run)
                     self.submit(run, base)
                     continue
-                row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
-                while not self.stopped and not is_logged(row):
-                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
+                while True:
                     row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
+                    if self.stopped or is_logged(row):
+                        break
+                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
                 print(text)
                 self.judge_by(row)
                 yield run, row
