@@ -26,19 +26,18 @@ def git_head() -> tuple[str, str]:
     try:
         out = run_git("log", "-1", "--format=%H%x09%s", timeout=10).stdout
         commit, _, subject = out.decode(errors="replace").rstrip("\n").partition("\t")
-        names = uncommitted()
+        names, ran = uncommitted(), script()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
-        notes += f" (ran {script()})" if script() != "train.py" else ""
+        notes += f" (ran {ran})" if ran != "train.py" else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"no commit in this row: {git_problem(error)}", file=sys.stderr)
+        print(f"no commit in this row: {' '.join(git_problem(error).split())}", file=sys.stderr)
         return "0000000", ""
 
 
 def git_problem(error: Exception) -> str:
-    """What git has said, such as that the clone belongs to another user, in one line; else the error itself."""
-    said = getattr(error, "stderr", None) or b""
-    return " ".join(said.decode(errors="replace").split()) or str(error)
+    """What git has said, such as that the clone belongs to another user; else the error itself."""
+    return (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
 
 
 def script() -> str:

@@ -154,8 +154,6 @@ if __name__ == "__main__":
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
     try:
         sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"night: {(error.stderr or b'').decode(errors='replace').strip() or error}")
     except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone
         sys.exit(f"night: {harness.git_problem(error)}")
     except KeyboardInterrupt:

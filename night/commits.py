@@ -133,7 +133,7 @@ def group(files: list[bytes], i: int) -> set[int]:
 
 def reason_of(error: Exception) -> str:
     """The first line of what git, say, has to tell."""
-    said = (getattr(error, "stderr", b"") or b"").decode(errors="replace") or str(error) or type(error).__name__
+    said = harness.git_problem(error) or type(error).__name__
     return harness.clean(said.strip().split("\n")[0])
 
 
