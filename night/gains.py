@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import harness
 from night.commits import compiles, move_branch, new_commit, read_train, revert
-from night.git import branch, git, in_history
+from night.git import branch, git, in_history, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status
@@ -188,7 +188,7 @@ class Gains:
         if (shared := git("merge-base", head, commit)) == head:
             move_branch(self.branch, commit, head)
         else:  # somebody has committed meanwhile: merge, with the kept train.py
-            theirs, *ours = (git("rev-parse", f"{one}:train.py", check=False) for one in (head, shared, now))
+            theirs, *ours = train_blobs([head, shared, now])
             if theirs not in ours:  # or they have renamed it
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             merged = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)

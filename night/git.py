@@ -40,13 +40,18 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
     return [(commit[:7], subject) for commit, _, subject in (line.partition(" ") for line in log.split("\n"))]
 
 
+def train_blobs(names: list[str]) -> list[str]:
+    """The blob hash of train.py in each revision; where there is none, git's word on that, which ends in `missing`."""
+    lines = "".join(f"{name}:train.py\n" for name in names)
+    return git("cat-file", "--batch-check=%(objectname)", input=lines.encode(), check=False).split("\n")
+
+
 def in_history(rows: list[dict]) -> list[dict]:
     """Rows whose commit is HEAD or an ancestor of it: ideas on other branches count once they are merged. So do those
     that were kept and have HEAD's train.py, as after an amended commit, a rebase or a squashed merge."""
     history = {line[:7] for line in git("rev-list", "HEAD").split()}
     kept = [row["commit"] for row in rows if row["status"] == "keep" and row["commit"] not in history]
     if kept:
-        names = "".join(f"{commit}:train.py\n" for commit in ("HEAD", *kept))
-        own, *blobs = git("cat-file", "--batch-check=%(objectname)", input=names.encode(), check=False).split("\n")
+        own, *blobs = train_blobs(["HEAD", *kept])
         history |= {commit for commit, blob in zip(kept, blobs, strict=False) if blob == own}
     return [row for row in rows if row["commit"] in history]

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 
 from harness import crashed
-from night.git import git
+from night.git import git, train_blobs
 from night.intervals import shrink
 from night.noise import Noise
 from night.records import run_seconds
@@ -46,11 +46,16 @@ class Idea:
         return "\n".join(line for line in self.diff.split("\n") if line[:1] in ("+", "-"))
 
     @property
+    def moves_constants(self) -> bool:
+        """Whether it changes the values of constants, and nothing else."""
+        return bool(self.values) and self.values.keys() == self.places.keys()
+
+    @property
     def is_noise(self) -> bool:
         """Whether it only moves constants by less than 0.3%, as `knobs.nudged` does: what changes then is luck."""
         with suppress(ValueError, ZeroDivisionError):
             ratios = [float(new) / float(old) for old, new in self.values.values()]
-            return bool(ratios) and self.values.keys() == self.places.keys() and all(abs(r - 1) < 3e-3 for r in ratios)
+            return self.moves_constants and all(abs(r - 1) < 3e-3 for r in ratios)
         return False
 
     @property
@@ -66,7 +71,7 @@ class Idea:
             return "Noise: constants moved by too little to matter"
         if self.tuner:
             return f"tuned by {self.tuner}"
-        if self.values and self.values.keys() == self.places.keys():
+        if self.moves_constants:
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""
 
@@ -74,7 +79,7 @@ class Idea:
 def ideas(rows: list[dict]) -> list[Idea]:
     """The ideas behind rows of one kind, in the order of their first rows."""
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
-    blobs = train_blobs([idea.commit for idea in found])
+    blobs = blobs_of([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
     by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
     timed = [idea for idea in found if idea.seconds and idea.commit in blobs]
@@ -97,10 +102,9 @@ def ideas(rows: list[dict]) -> list[Idea]:
     return found
 
 
-def train_blobs(commits: list[str]) -> dict[str, tuple[str, str]]:
+def blobs_of(commits: list[str]) -> dict[str, tuple[str, str]]:
     """Blob hashes of train.py in each commit and in its first parent, for the commits that this clone has."""
-    names = "".join(f"{commit}:train.py\n{commit}^:train.py\n" for commit in commits)
-    out = git("cat-file", "--batch-check=%(objectname)", input=names.encode(), check=False).split("\n")
+    out = train_blobs([name for commit in commits for name in (commit, f"{commit}^")])
     pairs = zip(commits, out[::2], out[1::2], strict=False)
     return {commit: (own, parent) for commit, own, parent in pairs if not own.endswith("missing")}
 

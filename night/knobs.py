@@ -138,7 +138,7 @@ def edit(source: bytes, values: dict[Knob, float]) -> bytes:
 def nudged(source: bytes, factor: float) -> bytes:
     """train.py with its constants times a factor close to 1, but for integers, fractions and sizes: too little to
     matter, enough for other luck. Unchanged if it has none, or cannot be read."""
-    with suppress(SyntaxError, ValueError, PrepareError):
+    with suppress(PrepareError):
         knobs = [knob for knob in read_knobs(source, None) if knob.log and isinstance(knob.value, float)]
         return edit(source, {knob: float(f"{knob.value * factor:.6g}") for knob in knobs})
     return source

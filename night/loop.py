@@ -43,13 +43,13 @@ def loop(args: argparse.Namespace) -> None:
     for doubt in doubts([]):
         print(doubt)
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
-    night.noise = noise_versions(base[0], night.branch) if begins else []  # measured while agents think
+    night.noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*version) for version in [base, *night.noise]], base)[0]["status"] == "crash":
+        if trainer.train([run_of(*version) for version in [base, *night.noise.items()]], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
-        for commit, _ in night.noise:
+        for commit in night.noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
         with trainer.at_work():
             night.work()
@@ -75,7 +75,7 @@ class Loop:
         self.rows: list[tuple[Run, dict]] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
-        self.resumed, self.noise = False, []  # see `noise_versions`
+        self.resumed, self.noise = False, {}  # see `noise_versions`
         self.trained = self.crashed = 0  # runs of this night; crashes in a row
         self.refused = self.failed = 0  # in a row: edits that were refused, agents that made none
         self.busy = 0.0  # seconds with a run, summed over slots
@@ -177,7 +177,7 @@ class Loop:
 
     def dry(self) -> int:
         """Experiments since the last gain."""
-        rows = [row for row in self.kind.rows() if row["commit"] not in dict(self.noise)]
+        rows = [row for row in self.kind.rows() if row["commit"] not in self.noise]
         kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
         return next((i for i, row in enumerate(reversed(rows)) if row["commit"] in kept), len(rows))
 

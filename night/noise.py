@@ -17,13 +17,13 @@ NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, 
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
 
 
-def noise_versions(base: str, branch: str) -> list[tuple[str, str]]:
-    """Commits, with subjects, that ought to score as `base` does: by how much they do not, changes can be judged."""
-    text, found = read_train(base), []
+def noise_versions(base: str, branch: str) -> dict[str, str]:
+    """Subjects by commit of what ought to score as `base` does: by how much it does not, changes can be judged."""
+    text, found = read_train(base), {}
     for factor in NUDGES:
         if (other := nudged(text, factor)) != text:
             subject = f"noise: constants x {factor}"
-            found.append((commit_train(base, other, subject, f"{branch}-noise/"), subject))
+            found[commit_train(base, other, subject, f"{branch}-noise/")] = subject
     return found
 
 

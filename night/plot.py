@@ -65,12 +65,6 @@ def plot_chart(rows: list[dict], path: Path) -> None:
             save(figure, path.resolve().with_name(name))
 
 
-def noise_of(rows: list[dict]) -> Noise:
-    with suppress(OSError, subprocess.CalledProcessError):  # no git
-        return Noise.of(rows, ideas(rows))
-    return Noise.of(rows)
-
-
 def worst(first: float, scores: Collection[float]) -> float:
     """The highest val_bpb to be drawn as it is: that of the baseline, or of most others."""
     best = min(scores)
@@ -98,7 +92,10 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        noise = noise_of(rows)
+        found = []
+        with suppress(OSError, subprocess.CalledProcessError):  # no git
+            found = ideas(rows)
+        noise = Noise.of(rows, found)
         if noise.rest:
             band = lowest[-1] - 2 * noise.rest, lowest[-1] + 2 * noise.rest
             ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {noise.whose}")

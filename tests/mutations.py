@@ -1138,8 +1138,8 @@ SECTIONS = [
     ]),
     ("The beginning of a night", "night", ["test_loop.py", "-k", "begins_with_versions"], [
         ('set_status(commit, kind, "discard")', "pass"),
-        ('if row["commit"] not in dict(self.noise)]', "]"),
-        ("noise_versions(base[0], night.branch) if begins else []", "noise_versions(base[0], night.branch)"),
+        ('if row["commit"] not in self.noise]', "]"),
+        ("noise_versions(base[0], night.branch) if begins else {}", "noise_versions(base[0], night.branch)"),
         ("groups += [[0.0, *(", "groups += [[*("),
         ("for idea in single if idea.is_noise], lambda idea: idea.edited)", "for idea in single], lambda idea: idea.edited)"),
         ("abs(r - 1) < 3e-3", "abs(r - 1) < 1e-4"),
@@ -1156,7 +1156,7 @@ SECTIONS = [
         ("idea.same_seed) / 2 for", "idea.same_seed) for"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or leave_records"], [
-        ("if self.values and self.values.keys() == self.places.keys()", "if self.values"),
+        ("return bool(self.values) and self.values.keys() == self.places.keys()", "return bool(self.values)"),
         ("self.places.most_common(1)", "self.places.most_common()[::-1]"),
         ("bpb - before[seed] for", "before[seed] - bpb for"),
         ("- statistics.mean(before.values())], False", "- statistics.mean(before.values())], True"),

@@ -34,7 +34,6 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import GraphLowering, compile_fx, compile_fx_inner, make_boxed_func
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 import harness
@@ -63,7 +62,7 @@ def pretend(gpu: str) -> int:
     target = functools.partial(GPUTarget, "cuda", sm, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=target, get_current_device=lambda: 0))
     torch.accelerator.is_available = lambda: False  # Dynamo would ask the driver for a stream
-    FakeTensorMode.avoid_device_init = True  # there is nothing to initialize
+    fake_tensor.FakeTensorMode.avoid_device_init = True  # there is nothing to initialize
     fake_tensor.init_gpu_context = lambda device: None
     # CUDA's device guard (entry 1 of DeviceType) becomes that of meta tensors (14), which does nothing
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
@@ -95,7 +94,7 @@ def capture(step: Callable) -> str:
     harness.start_compiler()
     GraphLowering.save_output_code = staticmethod(stop)
     backend = functools.partial(compile_fx, inner_compile=generate)
-    with FakeTensorMode():
+    with fake_tensor.FakeTensorMode():
         step(functools.partial(torch.compile, backend=backend, fullgraph=True, dynamic=False))
     return "\n".join(texts)
 
