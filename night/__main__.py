@@ -2,7 +2,7 @@
 Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
 far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
-tune, report, Ray and, on a terminal, show need pip install -e '.[night]'; plot needs '.[plot]'.
+tune, report and Ray need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
@@ -95,7 +95,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
     add = command(show, budget, help="print what has been tried so far, or all about one commit's runs")
     add("revision", nargs="?", metavar="COMMIT")
-    add("--md", action="store_true", help="Markdown even on a terminal")
     add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
     add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")

@@ -119,23 +119,22 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
     with new seeds.
     """
     files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
-    night = branch() or "HEAD"
-    added = np.diff([file.count(b"\n") for file in files]).tolist()
-    changes = [Change(row["description"], lines) for row, lines in zip(kept[1:], added, strict=True)]
-    for change, before, after in zip(changes, files[:-1], files[1:], strict=True):
-        change.verdict = SAME if program(before) == program(after) else "open"
+    changes = []
+    for row, before, after in zip(kept[1:], files[:-1], files[1:], strict=True):
+        verdict = SAME if program(before) == program(after) else "open"
+        changes.append(Change(row["description"], after.count(b"\n") - before.count(b"\n"), verdict=verdict))
     train, begun = functools.partial(score_runs, trainer), set()
 
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        done, runs = np.zeros_like(plan), []
+        done, runs = np.zeros((len(plan), len(files)), bool), []
         for i, wanted in enumerate(plan):
             dropped = possible(files, (1 + np.flatnonzero(wanted)).tolist())
-            done[i, [change - 1 for change in dropped]] = True
+            done[i, [*dropped]] = True
             while (run := (*sorted(dropped), seeds[i])) in begun:  # as changes that go together make equal files
                 seeds[i] += 2
             begun.add(run)
             runs.append((build(files, dropped, full), ATTRIBUTION_SEEDS + int(seeds[i])))
-        return done, seeds, train(runs)
+        return done[:, 1:], seeds, train(runs)
 
     sd = try_changes(changes, measure, *seed_noise(kept[-1], same_seed=True))
     lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
@@ -145,16 +144,22 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {change.lines:+d} | {numbers} | {change.verdict} |")
 
-    def compare(dropped: set[int], pairs: int) -> np.ndarray:
-        commits = full, build(files, dropped, full)
-        return train([(commit, 2001 + i) for i in range(pairs) for commit in commits])[:, 0].reshape(pairs, 2)
-
     count = Counter(change.verdict for change in changes)
-    text, dropped = prune(prunable(files, changes), compare, gain, sd)
-    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}. {text}"
-    if dropped:
-        pruned, name = without(files, dropped), new_branch(f"{night}-pruned", build(files, dropped, full))
-        text += f" Branch {name} has {len(pruned.splitlines())} lines, not {len(files[-1].splitlines())}."
+    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}."
+    idle = [i for i, change in enumerate(changes, start=1) if change.verdict in ("harmful", "no evidence")]
+    if dropped := possible(files, idle, others=False):
+        pruned = build(files, dropped, full)
+
+        def compare(pairs: int) -> np.ndarray:
+            runs = [(commit, 2001 + i) for i in range(pairs) for commit in (full, pruned)]
+            return train(runs)[:, 0].reshape(pairs, 2)
+
+        found, fine = prune(compare, gain, sd)
+        text += f" The pruned file lacks {len(dropped)} of them. {found}"
+        if fine:
+            name = new_branch(f"{branch() or 'HEAD'}-pruned", pruned)
+            shorter, longer = (len(read_train(commit).splitlines()) for commit in (pruned, full))
+            text += f" Branch {name} has {shorter} lines, not {longer}."
     return "\n".join([*lines, "", text])
 
 
@@ -163,9 +168,8 @@ def lineage(kept: list[dict]) -> list[dict]:
     to the one before. The order of rows, in which runs ended, only counts between commits none of which contains the
     other; so if two ideas from the same commit were merged, this has the later one and the merge. What a person kept
     last is the last one, even if a kept commit contains it."""
-    ages = {row["commit"]: int(git("rev-list", "--count", row["commit"])) for row in kept}
-    kept, line = sorted(kept, key=lambda row: ages[row["commit"]]), kept[-1:]
-    goes_on = line and line[0].get("by") != "person"
+    line, kept = kept[-1:], sorted(kept, key=lambda row: int(git("rev-list", "--count", row["commit"])))
+    goes_on = line and line[0]["by"] != "person"
 
     def contains(commit: str, other: str) -> bool:
         return commit != other and git("merge-base", commit, other).startswith(other)
@@ -207,40 +211,23 @@ def build(files: list[bytes], dropped: set[int], full: str) -> str:
     return commit_train(full, without(files, dropped), subject, "without/")
 
 
-def prunable(files: list[bytes], changes: list[Change]) -> list[set[int]]:
-    """The changes to drop: those not shown to help; and, if that costs too much, the harmful ones alone."""
-    found: list[set[int]] = []
-    for verdicts in (("harmful", "no evidence"), ("harmful",)):
-        idle = [i for i, change in enumerate(changes, start=1) if change.verdict in verdicts]
-        if (dropped := possible(files, idle, others=False)) and dropped not in found:
-            found.append(dropped)
-    return found
+def prune(compare: Callable, gain: float, sd: float) -> tuple[str, bool]:
+    """Whether the pruned file surely keeps all but SHARE of the gain, and what to say about it.
 
-
-def prune(candidates: list[set[int]], compare: Callable, gain: float, sd: float) -> tuple[str, set[int]]:
-    """The first set of changes without which the file surely keeps all but SHARE of the gain, set() if there is none;
-    and what to say. compare(dropped, pairs): (pairs, 2) val_bpb with and without them, NaN for crashes.
-
-    sd, between versions with the same seed, says how many seeds to compare. The bound then follows from the scatter of
-    these pairs alone: residuals may be larger, as they have what the sum of effects does not explain."""
-    if not candidates:
-        return "Nothing is pruned.", set()
-    allowed, miss = SHARE * max(gain, 0), MISS / len(candidates)  # each candidate is a chance to be wrong
-    needed = pairs_needed(allowed, sd, miss)
+    compare(pairs): (pairs, 2) val_bpb of the full and of the pruned file, NaN for crashes. sd, between versions with
+    the same seed, says how many seeds to compare. The bound then follows from the scatter of these pairs alone:
+    residuals may be larger, as they have what the sum of effects does not explain."""
+    allowed = SHARE * max(gain, 0)
+    needed = pairs_needed(allowed, sd)
     pairs = min(needed, MOST)
-    text = f"A pruned file may cost {allowed:.4f}, {SHARE:.0%} of the gain. {pairs} seeds of both files are compared"
-    text += f"; to find that one costs nothing may take {needed}." if needed > pairs else "."
+    text = f"It may cost {allowed:.4f}, {SHARE:.0%} of the gain. {pairs} seeds of both files are compared"
+    text += f"; to find that it costs nothing may take {needed}." if needed > pairs else "."
     print(f"\n{text}")
-    for dropped in candidates:
-        scores = compare(dropped, pairs)
-        crashed, text = np.isnan(scores), f"{text} Without {len(dropped)} of the changes it "
-        costs = (scores[:, 1] - scores[:, 0])[~crashed.any(1)]
-        if crashed[:, 1].sum() > crashed[:, 0].sum() or len(costs) < 2:
-            text += "crashes."
-            continue
-        bound = upper_bound(costs, miss)
-        text += f"costs {costs.mean():+.4f}, at most {bound:+.4f} (with {100 * (1 - miss):g}% confidence)"
-        if bound < allowed:
-            return f"{text}.", dropped
-        text += ", which may be too much."
-    return f"{text} Nothing is pruned.", set()
+    scores = compare(pairs)
+    crashed = np.isnan(scores)
+    costs = (scores[:, 1] - scores[:, 0])[~crashed.any(1)]
+    if crashed[:, 1].sum() > crashed[:, 0].sum() or len(costs) < 2:
+        return f"{text} It crashes: nothing is pruned.", False
+    bound = upper_bound(costs)
+    text += f" It costs {costs.mean():+.4f}, at most {bound:+.4f} (with {1 - MISS:.0%} confidence)"
+    return (f"{text}.", True) if bound < allowed else (f"{text}, which may be too much: nothing is pruned.", False)

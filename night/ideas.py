@@ -4,17 +4,15 @@ import math
 import re
 import statistics
 from collections import Counter
-from contextlib import suppress
 
 from harness import crashed
 from night.git import git, train_blobs
 from night.intervals import shrink
-from night.noise import Noise
+from night.noise import NUDGED, Noise
 from night.records import run_seconds
 from night.rows import arm, grouped, scores
 
-SLOWER = 1.15  # mention training times that grow by more than this factor
-MANY = 8  # so many edits of one file show how long one takes among other runs
+SLOWER = 1.15  # mention training times that are longer by more than this factor
 CONSTANT = r"([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$"  # a line of train.py: name and value
 
 
@@ -27,36 +25,18 @@ class Idea:
         self.scores, self.seconds = scores(rows), run_seconds(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
+        self.is_noise = self.subject.startswith(NUDGED)  # it changes nothing that matters
         self.edited = ""  # blob hash of the train.py that it edits
         self.diff, self.lines = "", (0, 0)  # lines added, removed
         self.places: Counter[str] = Counter()  # changed lines per constant, class or function
         self.values: dict[str, tuple[str, str]] = {}  # constants: old and new value
-        self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per shared seed
-        self.same_seed = True  # False: no seed is shared, so `changes` has one difference of means
+        self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per seed that both have
         self.likely = math.nan  # what `change` is on average, as the best of many is partly luck; see `expect`
-        self.times = 1.0  # training time relative to that one; matters where the budget is in tokens
+        self.oddities: list[str] = []  # of its runs: fewer tokens than usual, more time
 
     @property
     def change(self) -> float | None:
         return statistics.mean(self.changes) if self.changes else None
-
-    @property
-    def edit(self) -> str:
-        """The changed lines, without where they are."""
-        return "\n".join(line for line in self.diff.split("\n") if line[:1] in ("+", "-"))
-
-    @property
-    def moves_constants(self) -> bool:
-        """Whether it changes the values of constants, and nothing else."""
-        return bool(self.values) and self.values.keys() == self.places.keys()
-
-    @property
-    def is_noise(self) -> bool:
-        """Whether it only moves constants by less than 0.3%, as `knobs.nudged` does: what changes then is luck."""
-        with suppress(ValueError, ZeroDivisionError):
-            ratios = [float(new) / float(old) for old, new in self.values.values()]
-            return self.moves_constants and all(abs(r - 1) < 3e-3 for r in ratios)
-        return False
 
     @property
     def tuner(self) -> str:
@@ -71,7 +51,7 @@ class Idea:
             return "Noise: constants moved by too little to matter"
         if self.tuner:
             return f"tuned by {self.tuner}"
-        if self.moves_constants:
+        if self.values and self.values.keys() == self.places.keys():
             return ", ".join(sorted(self.values))
         return self.places.most_common(1)[0][0] if self.places else ""
 
@@ -82,8 +62,6 @@ def ideas(rows: list[dict]) -> list[Idea]:
     blobs = blobs_of([idea.commit for idea in found])
     read_diffs([idea for idea in found if idea.commit in blobs])
     by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
-    timed = [idea for idea in found if idea.seconds and idea.commit in blobs]
-    beside = grouped(timed, lambda idea: blobs[idea.commit][1])  # by the train.py that they edited
     for i, idea in enumerate(found):
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
@@ -93,13 +71,21 @@ def ideas(rows: list[dict]) -> list[Idea]:
         edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
         before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
         idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
-        seconds = [second for other in edited for second in other.seconds]
-        if len(others := beside.get(parent, ())) >= MANY:  # if most edits take longer, more runs share a GPU
-            seconds.append(statistics.median(min(other.seconds) for other in others))
-        idea.times = times_as_long(idea.seconds, seconds)
-        if not idea.changes and idea.scores and before:
-            idea.changes, idea.same_seed = [idea.score - statistics.mean(before.values())], False
+    find_oddities(found)
     return found
+
+
+def find_oddities(found: list[Idea]) -> None:
+    """Compares tokens and training times of an idea's runs with the medians of all. Times differ where the budget is in
+    tokens; there the fastest run counts, as runs that share a GPU take longer."""
+    tokens = {idea.commit: [row["tokens_M"] for row in idea.rows if not crashed(row)] for idea in found}
+    usual = statistics.median([n for numbers in tokens.values() for n in numbers] or [0])
+    usual_seconds = statistics.median([second for idea in found for second in idea.seconds] or [0])
+    for idea in found:
+        if (fewest := min(tokens[idea.commit], default=usual)) < 0.9 * usual:
+            idea.oddities.append(f"only {fewest / usual:.0%} of the usual tokens")
+        if (fastest := min(idea.seconds, default=0)) > SLOWER * usual_seconds:
+            idea.oddities.append(f"takes {fastest / usual_seconds:.2f} times as long as usual")
 
 
 def blobs_of(commits: list[str]) -> dict[str, tuple[str, str]]:
@@ -146,31 +132,10 @@ def describe(diff: str) -> str:
     return ", ".join(found + [f"{n} line{'s' * (n > 1)} of {name}" for name, n in places.items() if name not in values])
 
 
-def times_as_long(seconds: list[float], before: list[float]) -> float:
-    """How many times as long the fastest run took as the slowest one before, as runs that share a GPU or a CPU take
-    longer; 1.0 if either is unknown."""
-    return min(seconds) / max(before) if seconds and before else 1.0
-
-
 def expect(found: list[Idea], noise: Noise) -> None:
     """Sets `likely` of ideas that have a change whose noise is known."""
-    changed = [idea for idea in found if idea.changes and noise.band(len(idea.changes), idea.same_seed)]
-    if changed:
-        errors = [noise.band(len(idea.changes), idea.same_seed) / 2 for idea in changed]
+    changed = [idea for idea in found if idea.changes]
+    if changed and noise.sd:
+        errors = [noise.band(len(idea.changes)) / 2 for idea in changed]
         for idea, likely in zip(changed, shrink([idea.change for idea in changed], errors), strict=True):
             idea.likely = float(likely)
-
-
-def usual_tokens(rows: list[dict]) -> float:
-    return statistics.median([row["tokens_M"] for row in rows if not crashed(row)] or [0])
-
-
-def oddities(idea: Idea, usual: float) -> list[str]:
-    """What is unusual about its runs: fewer tokens than usual, more time."""
-    fewest = min([row["tokens_M"] for row in idea.rows if not crashed(row)], default=usual)
-    found = []
-    if fewest < 0.9 * usual:
-        found.append(f"only {fewest / usual:.0%} of the usual tokens")
-    if idea.times > SLOWER:
-        found.append(f"takes {idea.times:.2f} times as long")
-    return found

@@ -27,18 +27,18 @@ def interval(differences: ArrayLike, miss: float = MISS) -> tuple:
     return mean, error, mean - margin, mean + margin
 
 
-def upper_bound(costs: ArrayLike, miss: float = MISS) -> float:
-    """The true mean of paired differences is below it, but for a chance of `miss`."""
-    return interval(costs, 2 * miss)[3]
+def upper_bound(costs: ArrayLike) -> float:
+    """The true mean of paired differences is below it, but for a chance of MISS."""
+    return interval(costs, 2 * MISS)[3]
 
 
-def pairs_needed(allowed: float, sd: float, miss: float = MISS) -> int:
+def pairs_needed(allowed: float, sd: float) -> int:
     """So many seeds (FEWEST to 999) bring `upper_bound` below `allowed` with a chance of POWER if nothing is lost.
     sd: standard deviation between versions with the same seed."""
     from scipy import stats
 
     pairs = np.arange(FEWEST, 1000)
-    bounds = (stats.t.isf(miss, pairs - 1) + stats.norm.ppf(POWER)) * sd * np.sqrt(2 / pairs)
+    bounds = (stats.t.isf(MISS, pairs - 1) + stats.norm.ppf(POWER)) * sd * np.sqrt(2 / pairs)
     return int(pairs[min(np.searchsorted(-bounds, -allowed), len(pairs) - 1)])
 
 

@@ -52,30 +52,27 @@ def read_knobs(
     """The top-level constants of a train.py, and those in `searched` of its SIZES[live]; or only `names`.
 
     Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
-    nodes, fields, rows, size, sizes = {}, {}, [], None, {}
+    nodes, fields, rows, size, sizes = {}, {}, {}, None, {}
     if not (tree := parse(source)):
         raise PrepareError("train.py is no valid Python: run it to see where")
     for node in tree.body:
         match node:
-            case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)):
-                pass
+            case ast.Assign([ast.Name("SIZES")], ast.Tuple(elements)):
+                rows = dict(enumerate(elements))
             case ast.Assign([ast.Name("SIZE")], ast.Call() as size):  # replaces all rows
                 pass
             case ast.Assign([ast.Name(name)], value):
                 nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
             case ast.ClassDef(name):
                 fields[name] = {item.target.id: item.value for item in node.body if isinstance(item, ast.AnnAssign)}
-    match ast.Tuple([None, size]) if size else dict(enumerate(rows)).get(live):
-        case ast.Tuple([_, ast.Call(ast.Name(name), args, keywords)]):
+    match (None, size) if size else getattr(rows.get(live), "elts", None):
+        case [_, ast.Call(ast.Name(name), args, keywords)]:
             defaults = fields.get(name, {})
             sizes = defaults | dict(zip(defaults, args, strict=False))
             sizes |= {word.arg: word.value for word in keywords}
-    lines = source.splitlines()
-    sizes = {name: node for name, node in sizes.items() if node}
-    values = {name: number(node) for name, node in sizes.items()}
-    named = {name: (node, {}) for name, node in nodes.items() if node}
-    named |= {name: (node, values) for name, node in sizes.items()}
-    found = {name: knob for name, where in named.items() if (knob := make_knob(name, lines, *where))}
+    lines, values = source.splitlines(), {name: number(node) for name, node in sizes.items() if node}
+    named = {name: node for name, node in (nodes | sizes).items() if node}
+    found = {name: knob for name, node in named.items() if (knob := make_knob(name, lines, node, values))}
     wanted = names or [name for name in found if name in searched or name not in sizes]
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
@@ -92,7 +89,7 @@ def number(node: ast.expr) -> float | None:
             return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Knob | None:
+def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict[str, float | None]) -> Knob | None:
     """A knob, or None unless it is a positive number on one line."""
     value, line = number(node), lines[node.lineno - 1]
     if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
@@ -108,18 +105,20 @@ def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict) -> Kno
     return Knob(name, value, text, (node.lineno - 1, first, end), low, high, not fraction, tuple(choices))
 
 
-def neighbours(name: str, value: int, sizes: dict) -> list[int]:
+def neighbours(name: str, value: int, sizes: dict[str, float | None]) -> list[int]:
     """The values to try for an integer below 16, a power of two, or a size, which must fit the others; else []."""
-    heads, head_dim, seq_len = (sizes.get(field) or 1 for field in ("full_heads", "head_dim", "seq_len"))
+
+    def other(field: str) -> int:
+        return sizes.get(field) or 1
+
     if name == "n_embd":
-        return [head_dim * n for n in range(max(heads, value // head_dim - 2), value // head_dim + 3)]
+        unit = other("head_dim")
+        return [unit * heads for heads in range(max(other("full_heads"), value // unit - 2), value // unit + 3)]
     if value < 16:
         return list(range(max(1, value - 2), value + 3))
-    around = [value // 4, value // 2, value, value * 2, value * 4] if sizes or value & (value - 1) == 0 else []
-    if name == "window":
-        return [n for n in around if seq_len % n == 0 or n == value]
+    around = [value // 4, value // 2, value, value * 2, value * 4] if value & (value - 1) == 0 else []
     if name == "total_batch_size":
-        return [n for n in around if n % seq_len == 0 or n == value]
+        return [n for n in around if n % (other("device_batch_size") * other("seq_len")) == 0 or n == value]
     return around
 
 

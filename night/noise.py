@@ -14,6 +14,7 @@ from night.rows import grouped, place, scores
 
 ATTRIBUTION_SEEDS = 1001  # from here on
 NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, enough for other luck
+NUDGED = "noise: constants x "  # begins their subjects
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
 
 
@@ -22,7 +23,7 @@ def noise_versions(base: str, branch: str) -> dict[str, str]:
     text, found = read_train(base), {}
     for factor in NUDGES:
         if (other := nudged(text, factor)) != text:
-            subject = f"noise: constants x {factor}"
+            subject = f"{NUDGED}{factor}"
             found[commit_train(base, other, subject, f"{branch}-noise/")] = subject
     return found
 
@@ -61,32 +62,26 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
 
 
 class Noise(NamedTuple):
-    """Standard deviations of val_bpb; 0.0: unknown."""
+    """The standard deviation of val_bpb between commits with the same seed, or over seeds if that has fewer than KNOWN
+    degrees of freedom; 0.0: unknown."""
 
-    seed: float  # over seeds
-    repeats: int  # degrees of freedom of that
-    rest: float  # of a run, between commits with the same seed; equal to `seed` below KNOWN degrees of freedom
+    sd: float
+    whose: str
 
     @classmethod
     def of(cls, rows: list[dict], found: Sequence = ()) -> "Noise":
-        """found: the ideas behind the rows. With one seed, `rest` is also told by edits that change nothing that
-        matters, and by the same edit of several files, though not how much better it suits one seed than another."""
-        (seed, repeats), (rest, freedom) = (seed_noise(rows[0], same_seed) for same_seed in (False, True))
-        squares = rest**2 * freedom
-        single = [idea for idea in found if idea.edit and idea.same_seed and len(idea.changes) == 1]
-        by_edit = grouped([idea for idea in single if not idea.is_noise], lambda idea: idea.edit).values()
-        by_file = grouped([idea for idea in single if idea.is_noise], lambda idea: idea.edited).values()
-        groups = [[idea.change / math.sqrt(2) for idea in same] for same in by_edit]  # a change is of two runs
-        groups += [[0.0, *(idea.change for idea in same)] for same in by_file]  # these share the run of their file
-        for group in groups:
-            squares += sum((value - statistics.mean(group)) ** 2 for value in group)
-            freedom += len(group) - 1
-        return cls(seed, repeats, math.sqrt(squares / freedom) if freedom >= KNOWN else seed)
+        """found: the ideas behind the rows. Those that change nothing that matters tell about noise, too."""
+        sd, freedom = seed_noise(rows[0], same_seed=True)
+        squares = sd**2 * freedom
+        lucky = [idea for idea in found if idea.is_noise and len(idea.changes) == 1]
+        for same in grouped(lucky, lambda idea: idea.edited).values():
+            values = [0.0, *(idea.change for idea in same)]  # they share the run of the file that they edit
+            squares += len(values) * np.var(values)
+            freedom += len(same)
+        if freedom < KNOWN:
+            return cls(seed_noise(rows[0])[0], "of a seed")
+        return cls(math.sqrt(squares / freedom), "between versions with one seed")
 
-    @property
-    def whose(self) -> str:
-        return "of a seed" if self.rest == self.seed else "between versions with one seed"
-
-    def band(self, pairs: int = 1, same_seed: bool = True) -> float:
+    def band(self, pairs: int = 1) -> float:
         """Two standard errors of the mean difference of so many pairs of runs."""
-        return 2 * (self.rest if same_seed else self.seed) * math.sqrt(2 / max(1, pairs))
+        return 2 * self.sd * math.sqrt(2 / pairs)

@@ -3,7 +3,6 @@
 import argparse
 import subprocess
 import textwrap
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,25 +64,18 @@ def plot_chart(rows: list[dict], path: Path) -> None:
             save(figure, path.resolve().with_name(name))
 
 
-def worst(first: float, scores: Collection[float]) -> float:
-    """The highest val_bpb to be drawn as it is: that of the baseline, or of most others."""
-    best = min(scores)
-    return np.fmax(first, min(max(scores), best + 2.5 * (np.median(scores) - best)))
-
-
 def draw(ax, rows: list[dict]) -> None:
     """Draws a chart, crashes on its lower edge and outliers on its upper one. Its line and title are those of the most
     frequent seed and of what was kept on HEAD's branch."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    status, main = np.array([row["status"] for row in rows]), one_seed(rows)
-    own, scores = np.array([row in main for row in rows]), y[status != "crash"]
+    status, main, found = np.array([row["status"] for row in rows]), one_seed(rows), []
     merged = [row for row in main if row["status"] == "keep"]
     with suppress(OSError, subprocess.CalledProcessError):  # no git
         merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
-    kept = np.array([row in merged for row in rows])
-    first, low = baseline(main)["val_bpb"], scores.min()
-    best = y[kept if kept.any() else own & (status != "crash")].min()
-    top = worst(first, scores)
+        found = ideas(rows)
+    kept, scores, first = np.array([row in merged for row in rows]), y[status != "crash"], baseline(main)["val_bpb"]
+    best = y[kept].min() if kept.any() else first
+    low, top = scores.min(), max(first, np.quantile(scores, 0.9))  # outliers lie on the upper edge
     margin = max(0.1 * (top - low), 0.003 * low)
     y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", GREEN, "o"), ("crash", "#cf222e", "x")):
@@ -92,12 +84,9 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        found = []
-        with suppress(OSError, subprocess.CalledProcessError):  # no git
-            found = ideas(rows)
         noise = Noise.of(rows, found)
-        if noise.rest:
-            band = lowest[-1] - 2 * noise.rest, lowest[-1] + 2 * noise.rest
+        if noise.sd:
+            band = lowest[-1] - 2 * noise.sd, lowest[-1] + 2 * noise.sd
             ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {noise.whose}")
     ax.set(ylim=(low - margin, top + margin), xlim=(0.5, len(x) + 0.5), xlabel="experiment", ylabel="val_bpb")
     ax.xaxis.get_major_locator().set_params(integer=True)

@@ -10,7 +10,7 @@ from harness import crashed
 from night.attribute import attribute, lineage
 from night.commits import create_ref
 from night.git import git, in_history
-from night.ideas import SLOWER, times_as_long
+from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
@@ -73,32 +73,29 @@ def gains(
     """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows.
 
     look, earlier: see `remember_look`."""
-    names = [f"{row['commit']}, {row['description']}" for row in (first, last)]
     lines = [
-        "First kept: {}. Last kept: {}.".format(*names),
-        "",
-        "| bits per byte | first kept | last kept | gain | standard error |",
-        "| --- | --- | --- | --- | --- |",
+        "First kept: {commit}, {description}. ".format(**first)
+        + "Last kept: {commit}, {description}.\n".format(**last),
+        "| bits per byte | first kept | last kept | gain | standard error |\n| --- | --- | --- | --- | --- |",
     ]
-    logged = 0.0  # if no seed trained both
-    if both := pairs(first, last, night):
+
+    def add_line(name: str, both: list[tuple[float, float]], error: str = "") -> float:
         before, after = map(statistics.mean, zip(*both, strict=True))
-        logged = before - after
-        lines.append(f"| val, as logged | {before:.4f} | {after:.4f} | {logged:.4f} | |")
-    found = {}
+        lines.append(f"| {name} | {before:.4f} | {after:.4f} | {before - after:.4f} | {error} |")
+        return before - after
+
+    both, found = pairs(first, last, night), {}
+    logged = add_line("val, as logged", both) if both else 0.0  # if no seed trained both
     for split in ("val", "test"):
         if len(both := pairs(first, last, rows, split)) >= 2:
-            gain, error, *_ = found[split] = interval([a - b for a, b in both], miss_of_look(look))
-            before, after = map(statistics.mean, zip(*both, strict=True))
-            name = f"{split}, mean of {len(both)} new seeds"
-            lines.append(f"| {name} | {before:.4f} | {after:.4f} | {gain:.4f} | {error:.4f} |")
+            found[split] = interval([a - b for a, b in both], miss_of_look(look))
+            add_line(f"{split}, mean of {len(both)} new seeds", both, f"{found[split][1]:.4f}")
     if not found:
         raise PrepareError("fewer than two seeds succeeded with both revisions: see their rows; --again repeats them")
     *_, (split, (_, _, low, high)) = found.items()
     before = f"the report on {' and '.join(earlier)} has scored, too" if earlier else "no report has scored before"
     where = f"test, which {before}," if split == "test" else split
     verdict = "it holds up" if low > 0 else "it is a loss" if high < 0 else "it may be chance"
-    verdict = verdict if low < high else "every seed says the same"
     level, then = (f"{100 * (1 - miss_of_look(n)):g}%" for n in (look, look + 1))
     lines += [
         f"\nOn {where} the gain's {level} confidence interval is {low:.4f} to {high:.4f}: {verdict}.",
@@ -114,7 +111,7 @@ def gains(
         if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
             lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
     before, after = (run_seconds(good(rows, row["commit"])) for row in (first, last))
-    if (times := times_as_long(after, before)) > SLOWER:
+    if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 

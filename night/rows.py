@@ -73,7 +73,7 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 
 def arm(row: dict) -> str:
     """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
-    agent, tuner = re.match(r"(?:(agent \d+): )?(?:tune (tpe|cmaes|random): )?", row["description"]).groups()
+    agent, tuner = re.match(r"(?:(agent \d+): )?(?:tune (tpe|random): )?", row["description"]).groups()
     return tuner or agent or "agent"
 
 

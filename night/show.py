@@ -2,15 +2,11 @@
 
 import argparse
 import math
-import os
-import re
-import sys
-from contextlib import suppress
 
 from harness import budget_name, crashed, read_results
 from night import records
 from night.git import commit_of, in_history
-from night.ideas import Idea, expect, ideas, oddities, usual_tokens
+from night.ideas import Idea, expect, ideas
 from night.noise import Noise, with_error
 from night.rows import baseline, count_kept, experiments, grouped, place
 from prepare import PrepareError
@@ -22,14 +18,7 @@ def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
     if args.revision:
         return print(about_commit(commit_of(args.revision)))
-    text = about_night(last_place(args))
-    if sys.stdout.isatty() and not args.md:
-        from rich.console import Console
-        from rich.markdown import Markdown
-
-        Console().print(Markdown(text.replace("<", r"\<")))  # or it would take <eos> for HTML
-    else:
-        print(text)
+    print(about_night(last_place(args)))
 
 
 def last_place(args: argparse.Namespace) -> list[dict]:
@@ -50,26 +39,17 @@ def about_night(rows: list[dict]) -> str:
     expect(found, noise)
     kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
     reference = next(idea for idea in found if kept[-1] in idea.rows)
-    crashes = sum(map(crashed, rows))
-    lines = [f"# {', '.join(place(rows[0]))}"]
-    lines.append(f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {crashes} crashed.")
+    count = f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {sum(map(crashed, rows))} crashed."
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
-    lines.append(f"Reference: {reference.commit}, {reference.subject}, {score}.")
-    if noise.rest:
-        known, rest = [], f"between commits with the same seed is {noise.rest:.4f}, which counts for changes"
-        if noise.seed:
-            known.append(f"The standard deviation of a seed is {noise.seed:.4f}, by {noise.repeats} repeated runs.")
-        if noise.rest != noise.seed:
-            known.append(f"{'That' if known else 'The standard deviation'} {rest}.")
-        else:
-            known.append("Changes with the same seed scatter less; other commits with these seeds tell by how much.")
-        lines.append(f"{' '.join(known)} `~` marks changes within noise: with one seed, below {noise.band():.4f}.")
+    lines = [f"# {', '.join(place(rows[0]))}", count, f"Reference: {reference.commit}, {reference.subject}, {score}."]
+    if noise.sd:
+        deviation = f"The standard deviation {noise.whose} is {noise.sd:.4f}"
+        lines.append(f"{deviation}: `~` marks changes within noise, with one seed below {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
         "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"
     )
-    usual = usual_tokens(rows)
     crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
     families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
     knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
@@ -79,9 +59,9 @@ def about_night(rows: list[dict]) -> str:
         if group[0].tuner:
             title += f": the best of {len(group)} trials"
             group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
-        lines += [f"\n## {title}", *entries(group, usual, noise)]
+        lines += [f"\n## {title}", *entries(group, noise)]
     if crashes:
-        lines += ["\n## Crashed", *entries(crashes, usual, noise)]
+        lines += ["\n## Crashed", *entries(crashes, noise)]
     return "\n".join(lines)
 
 
@@ -98,43 +78,20 @@ def gain(idea: Idea, noise: Noise) -> str:
         mark += f" (likely {idea.likely:+.4f})"
     if not idea.changes:
         return f"{idea.score:.4f}{mark}"
-    near = "~" * (abs(idea.change) < noise.band(len(idea.changes), idea.same_seed))
+    near = "~" * (abs(idea.change) < noise.band(len(idea.changes)))
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
-def entries(group: list[Idea], usual: float, noise: Noise) -> list[str]:
-    """One line per idea, without the beginning that its subject shares with the one before."""
-    lines, before = [], ""
+def entries(group: list[Idea], noise: Noise) -> list[str]:
+    """One line per idea."""
+    lines = []
     for idea in group:
-        shared = re.match(r".{30,}[;,] |", os.path.commonprefix([before, idea.subject]))[0]  # noqa: RUF071
-        text = f"... {idea.subject[len(shared) :]}" if shared else idea.subject
-        before = idea.subject
         size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
-        notes = [f"[{idea.reason}]"] * (idea.status == "crash") + oddities(idea, usual)
-        score = f"{gain(idea, noise)} " * (idea.status != "crash")
-        lines.append(f"- {score}{idea.commit} {text}{size}{'; '.join(['', *notes])}")
+        crash = idea.status == "crash"
+        score = "" if crash else f"{gain(idea, noise)} "
+        notes = [f"[{idea.reason}]"] * crash + idea.oddities
+        lines.append(f"- {score}{idea.commit} {idea.subject}{size}{'; '.join(['', *notes])}")
     return lines
-
-
-def by_length(row: dict) -> list[str]:
-    """A line with what each quarter of the documents by length gained (negative) or lost against the run of the parent,
-    else of the reference, with the same seed; [] if the records do not say."""
-
-    def quarters(row: dict) -> list[float]:
-        folder = records.record_of(row)
-        return [float(bpb) for bpb in records.summary(folder).get("bpb_by_length", "").split()] if folder else []
-
-    alike = [other for other in read_results() if (place(other), other["seed"]) == (place(row), row["seed"])]
-    others = [other for other in alike if other["commit"] != row["commit"]]
-    bases = in_history([other for other in others if other["status"] == "keep"])[-1:]
-    with suppress(PrepareError):  # the first commit, or one that this clone does not have
-        parent = commit_of(f"{row['commit']}^")
-        bases += [other for other in others if other["commit"] == parent]
-    for base in reversed(bases):
-        if (own := quarters(row)) and (before := quarters(base)):
-            changes = [f"{bpb - old:+.4f}" for bpb, old in zip(own, before, strict=True)]
-            return [f"- bpb_by_length minus {base['commit']}'s: {' '.join(changes)}"]
-    return []
 
 
 def about_commit(commit: str) -> str:
@@ -147,7 +104,6 @@ def about_commit(commit: str) -> str:
         lines.append(f"{score}{test}, seed {row['seed']}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
         if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]
-            lines += by_length(row)
             log = folder / "log.txt"
             if crashed(row) and log.exists():
                 lines += ["```", *log.read_text("utf-8", errors="replace").splitlines()[-20:], "```"]

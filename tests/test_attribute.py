@@ -14,7 +14,7 @@ from test_report import LABEL, Morning
 import harness
 import prepare
 from night import commits, proposals
-from night.attribute import Change, attribute, halves, lineage, possible, prunable, prune, try_changes
+from night.attribute import Change, attribute, halves, lineage, possible, prune, try_changes
 from night.git import revisions
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
@@ -299,65 +299,48 @@ def test_a_branch_does_not_move_over_a_commit_that_came_meanwhile(shell):
     assert shell("git rev-parse night") == last
 
 
-def pruned(costs: list[float], gain: float, sd: float) -> tuple[str, set[int]]:
-    """What `prune` says of a candidate with these costs for the first seeds, and 0.0 for the others; what it drops."""
+def pruned(costs: list[float], gain: float, sd: float) -> tuple[str, bool]:
+    """What `prune` says of a file with these costs for the first seeds, and 0.0 for the others; whether it is taken."""
 
-    def compare(dropped: set[int], pairs: int) -> np.ndarray:
+    def compare(pairs: int) -> np.ndarray:
         return np.array([[1.2, 1.2 + cost] for cost in (costs + [0.0] * pairs)[:pairs]])
 
-    return prune([{1}], compare, gain, sd)
+    return prune(compare, gain, sd)
 
 
 def test_a_file_is_pruned_only_if_what_it_surely_costs_at_most_is_below_a_tenth_of_the_gain():
     """Student's t for one side of 5% and 4 degrees of freedom: 2.132."""
     costs = [0.0, 0.0001, 0.0002, 0.0003, 0.0004]  # standard error: 0.0000707
-    text, dropped = pruned(costs, gain=0.0057, sd=0.0003)
-    assert dropped == {1} and "may cost 0.0006, 10% of the gain. 5 seeds of both files are compared." in text
-    assert text.endswith("Without 1 of the changes it costs +0.0002, at most +0.0004 (with 95% confidence).")
-    text, dropped = pruned([cost + 0.0003 for cost in costs], gain=0.0057, sd=0.0003)
-    assert not dropped and text.endswith(
-        "at most +0.0007 (with 95% confidence), which may be too much. Nothing is pruned."
-    )
+    text, fine = pruned(costs, gain=0.0057, sd=0.0003)
+    assert fine and "may cost 0.0006, 10% of the gain. 5 seeds of both files are compared." in text
+    assert text.endswith("It costs +0.0002, at most +0.0004 (with 95% confidence).")
+    text, fine = pruned([cost + 0.0003 for cost in costs], gain=0.0057, sd=0.0003)
+    assert not fine
+    assert text.endswith("at most +0.0007 (with 95% confidence), which may be too much: nothing is pruned.")
     assert not pruned(costs, gain=-0.01, sd=0.0003)[1], "no gain, of which nothing may be lost"
-    assert prune([], None, 0.01, 0.001) == ("Nothing is pruned.", set())
 
 
 def test_how_many_seeds_a_check_takes_is_said_before_it_trains(capsys):
-    def compare(dropped: set[int], pairs: int) -> np.ndarray:
+    def compare(pairs: int) -> np.ndarray:
         printed = capsys.readouterr().out
-        assert "10 seeds of both files are compared; to find that one costs nothing may take 30." in printed
+        assert "10 seeds of both files are compared; to find that it costs nothing may take 30." in printed
         return np.zeros((pairs, 2))
 
-    prune([{1}], compare, 0.02, 0.003)  # (1.699 + 0.842) * 0.003 * sqrt(2 / 30) = 0.00197
+    prune(compare, 0.02, 0.003)  # (1.699 + 0.842) * 0.003 * sqrt(2 / 30) = 0.00197
 
 
 @pytest.mark.parametrize(("costs", "crashes"), [([math.nan], True), ([math.nan] * 10, True), ([], False)])
 def test_a_pruned_file_that_crashes_is_not_taken(costs, crashes):
-    text, dropped = pruned(costs, gain=0.02, sd=0.0001)
-    assert dropped == (set() if crashes else {1}) and ("it crashes. Nothing is pruned." in text) == crashes
-
-
-def test_what_is_not_shown_to_help_is_dropped_first_then_only_what_harms():
-    files = [b"a = 1\n\nb = 1\n", b"a = 2\n\nb = 1\n", b"a = 2\n\nb = 2\n"]
-    for verdicts, sets in [
-        (("no evidence", "harmful"), [{1, 2}, {2}]),
-        (("real", "harmful"), [{2}]),
-        (("no evidence", "needed"), [{1}]),
-        (("real", "only comments"), []),
-    ]:
-        assert prunable(files, [Change("x", 0, verdict=verdict) for verdict in verdicts]) == sets
+    text, fine = pruned(costs, gain=0.02, sd=0.0001)
+    assert fine == (not crashes) == ("It crashes: nothing is pruned." not in text)
 
 
 @pytest.mark.parametrize("rest", [0.0003, pytest.param(0.001, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("found", [pytest.param(0.0003, marks=pytest.mark.slow), 0.001])
 def test_of_nights_whose_pruned_files_lose_more_than_a_tenth_of_the_gain_one_in_twenty_prunes(rest, found):
-    """Both candidates lose 0.0021 of 0.02. rest: true sd between versions with one seed; found: by the attribution."""
+    """They lose 0.0021 of 0.02. rest: true sd between versions with one seed; found: by the attribution."""
     rng = np.random.default_rng(0)
-
-    def compare(dropped: set[int], pairs: int) -> np.ndarray:
-        return rng.normal([0, 0.0021], rest, (pairs, 2))
-
-    lost = [bool(prune([{1, 2}, {1}], compare, 0.02, found)[1]) for _ in range(400)]
+    lost = [prune(lambda pairs: rng.normal([0, 0.0021], rest, (pairs, 2)), 0.02, found)[1] for _ in range(400)]
     assert np.mean(lost) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
     assert np.mean(lost) > 0 or rest < found, "a bound that never lets anything pass"
 
@@ -402,7 +385,7 @@ def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, c
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     lines = len(text.splitlines())
-    assert "Kept changes: 3 real, 1 no evidence, 1 harmful. A pruned file may cost 0.0040, 10% of the gain." in output
+    assert "3 real, 1 no evidence, 1 harmful. The pruned file lacks 2 of them. It may cost 0.0040, 10% of" in output
     assert f"Branch night-pruned has {lines - 2} lines, not {lines}." in output
     report = clone.written()
     assert "the gain's 97% confidence interval" in report and "\n## Which of the kept changes are real?\n" in report

@@ -262,7 +262,7 @@ def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_o
         for row in others:
             set_status(row["commit"], played.kind, "keep")
     found = ideas(played.rows())
-    assert Noise.of(played.rows(), found).rest == pytest.approx(statistics.stdev([0, 1e-4, -1e-4, 5e-5]), rel=1e-6)
+    assert Noise.of(played.rows(), found).sd == pytest.approx(statistics.stdev([0, 1e-4, -1e-4, 5e-5]), rel=1e-6)
     told = about_night(played.rows())
     assert "\n## Noise: constants moved by too little to matter\n- +0.0001~" in told
     assert "The standard deviation between commits with the same seed is 0.0001" in told

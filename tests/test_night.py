@@ -854,8 +854,8 @@ def test_the_band_is_that_between_versions_once_three_have_been_trained_with_thr
     (chart,) = drawn()
     (band,) = [patch.get_bbox() for patch in chart.patches]
     noise = Noise.of([where])
-    assert noise.rest == pytest.approx(0.01 * 0.5**0.5, rel=1e-6) and noise.whose == "between versions with one seed"
-    assert band.y1 - band.y0 == pytest.approx(4 * noise.rest) and seed_noise(where)[0] > 10 * noise.rest
+    assert noise == (pytest.approx(0.01 * 0.5**0.5, rel=1e-6), "between versions with one seed")
+    assert band.y1 - band.y0 == pytest.approx(4 * noise.sd) and seed_noise(where)[0] > 10 * noise.sd
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):

@@ -54,7 +54,6 @@ class Child:
 
 def serve(requests: socket.socket) -> str:
     """Returns in children only, which are then ready to run the code it returns."""
-    import rich  # noqa: F401
     import safetensors.torch  # noqa: F401
     import tiktoken  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401

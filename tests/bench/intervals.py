@@ -34,7 +34,7 @@ def intervals_miss(looks: list[int], misses: list[float], nights: int) -> tuple[
     return missed.mean(1).tolist(), missed.any(0).mean()
 
 
-# ------------------------------------------------------------------------------------------- pruning, by night and now
+# ------------------------------------------------------------------------------------------- pruning
 def kept_changes(rng: np.random.Generator) -> np.ndarray:
     """What each kept change of a night of 100 experiments truly gains. Half are luck or harm."""
     found = keep_rules.night(keep_rules.Case(sd=SEED_SD), keep_rules.Rule(), rng)
@@ -49,41 +49,31 @@ CASES: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 }
 
 
-def morning(truth: np.ndarray, rest: float, rng: np.random.Generator) -> tuple[set[int], set[int]]:
-    """The changes that are pruned now, and those that were by the rule of November 2026: no worse by more than two sd
-    of a seed with three seeds."""
+def morning(truth: np.ndarray, rest: float, rng: np.random.Generator) -> list[int]:
+    """The changes that are pruned."""
 
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scores = (plan @ truth)[:, None] + rng.normal(0, rest, (len(plan), 2))
         return plan, seeds, scores + rng.normal(0, SEED_SD, (4, 2))[seeds]
 
-    costs: dict[tuple[int, ...], np.ndarray] = {}
-
-    def compare(dropped: set[int], pairs: int) -> np.ndarray:
-        lost = truth[[i - 1 for i in dropped]].sum()
-        return costs.setdefault((*dropped, pairs), rng.normal([0, lost], rest, (pairs, 2)))
-
     changes = [Change(str(i), 1) for i in range(len(truth))]
     sd = try_changes(changes, measure, 0.0, 0)
-    sets = [{i for i, change in enumerate(changes, start=1) if change.verdict in verdicts}
-            for verdicts in (("harmful", "no evidence"), ("harmful",))]  # fmt: skip
-    candidates = [dropped for i, dropped in enumerate(sets) if dropped and dropped not in sets[:i]]
+    idle = [i for i, change in enumerate(changes) if change.verdict in ("harmful", "no evidence")]
     gain = truth.sum() + rng.normal(0, rest * (2 / 3) ** 0.5)  # three seeds of the first and the last file
-    seed_sd = SEED_SD * (rng.chisquare(2) / 2) ** 0.5
-    before = next((dropped for dropped in candidates if -np.diff(compare(dropped, 3)).mean() > -2 * seed_sd), set())
-    return prune(candidates, compare, gain, sd)[1], before
+    if idle and prune(lambda pairs: rng.normal([0, truth[idle].sum()], rest, (pairs, 2)), gain, sd)[1]:
+        return idle
+    return []
 
 
 def pruning(truth_of: Callable, rest: float, nights: int) -> np.ndarray:
-    """(2, 2) shares of nights, now and before: the file is pruned; it loses more than SHARE of the night's gain."""
+    """Shares of nights in which the file is pruned, and in which it loses more than SHARE of the night's gain."""
     shares = []
     for seed in range(nights):
         rng = np.random.default_rng(seed)
         truth = truth_of(rng)
-        if not len(truth):
-            continue
-        lost = [(bool(dropped), truth[[i - 1 for i in dropped]].sum()) for dropped in morning(truth, rest, rng)]
-        shares.append([(pruned, pruned and cost > SHARE * max(0, truth.sum())) for pruned, cost in lost])
+        if len(truth):
+            dropped = morning(truth, rest, rng)
+            shares.append([bool(dropped), bool(dropped) and truth[dropped].sum() > SHARE * max(0, truth.sum())])
     return np.mean(shares, 0)
 
 
@@ -111,13 +101,12 @@ def main() -> None:
             each, any_ = intervals_miss(looks, misses, 10 * nights)
             shown = ", ".join(f"{miss:.1%}" for miss in each[:4]) + ", ..." * (len(each) > 4)
             print(f"| {', '.join(map(str, looks[:4]))}{', ...' * (len(looks) > 4)}{name} | {shown} | {any_:.1%} |")
-    print("\n| kept changes | rest | pruned | loses more than allowed | before: pruned | before: loses more |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("\n| kept changes | rest | pruned | loses more than allowed |\n| --- | --- | --- | --- |")
     for name, truth_of in CASES.items():
         for rest in (0.0003, 0.001):
             with contextlib.redirect_stdout(io.StringIO()):
-                now, before = pruning(truth_of, rest, nights)
-            print(f"| {name} | {rest} | {now[0]:.1%} | {now[1]:.1%} | {before[0]:.1%} | {before[1]:.1%} |", flush=True)
+                pruned, loses = pruning(truth_of, rest, nights)
+            print(f"| {name} | {rest} | {pruned:.1%} | {loses:.1%} |", flush=True)
     print("\n| ideas | sd of a difference | mean true gain of those that score lower | as measured | as shrunk |")
     print("| --- | --- | --- | --- | --- |")
     for ideas in (8, 30, 100):
