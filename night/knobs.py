@@ -86,7 +86,7 @@ def number(node: ast.expr) -> float | None:
     if all(isinstance(part, (ast.Constant, ast.BinOp, ast.operator)) for part in ast.walk(node)):
         with suppress(ArithmeticError, TypeError, ValueError):
             value = eval(ast.unparse(node))
-            return value if type(value) in (int, float) and math.isfinite(value) else None
+            return value if type(value) in (int, float) else None
 
 
 def make_knob(name: str, lines: list[bytes], node: ast.expr, sizes: dict[str, float | None]) -> Knob | None:

@@ -977,7 +977,6 @@ SECTIONS = [
     ]),
     ("Tuning", "night/knobs.py", ["test_tune.py", "-k", "knobs or edit or refused"], [
         ("type(value) in (int, float)", "isinstance(value, (int, float, complex))"),
-        (" and math.isfinite(value) else", " else"),
         ("if not value or not 1e-99 < value < 1e99 or", "if not value or"),
         ("node.lineno != node.end_lineno:", "False:"),
         ("None if name in nodes else value", "value"),

@@ -265,7 +265,7 @@ def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_o
     assert Noise.of(played.rows(), found).sd == pytest.approx(statistics.stdev([0, 1e-4, -1e-4, 5e-5]), rel=1e-6)
     told = about_night(played.rows())
     assert "\n## Noise: constants moved by too little to matter\n- +0.0001~" in told
-    assert "The standard deviation between commits with the same seed is 0.0001" in told
+    assert "The standard deviation between versions with one seed is 0.0001" in told
     for runs in (6, 8):  # the first has a gain, the second goes on from it
         loops.loop(parse(["loop", agent.replace("worse", "A"), "--agents=1", "--agent-env=KEY", f"--runs={runs}"]))
     assert reference(played.kind) != base and sum("noise: " in row["description"] for row in played.rows()) == 3
