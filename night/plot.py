@@ -75,7 +75,8 @@ def draw(ax, rows: list[dict]) -> None:
         found = ideas(rows)
     kept, scores, first = np.array([row in merged for row in rows]), y[status != "crash"], baseline(main)["val_bpb"]
     best = y[kept].min() if kept.any() else first
-    low, top = scores.min(), max(first, np.quantile(scores, 0.9))  # outliers lie on the upper edge
+    low = scores.min()
+    top = max(first, min(scores.max(), low + 2.5 * (np.median(scores) - low)))  # outliers lie on the upper edge
     margin = max(0.1 * (top - low), 0.003 * low)
     y = np.where(status == "crash", low - margin, np.minimum(y, top + margin))
     for kind, color, marker in (("discard", "#8c959f", "."), ("keep", GREEN, "o"), ("crash", "#cf222e", "x")):

@@ -176,12 +176,15 @@ def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_p
     names[commit("B", 0, 1, "git checkout -q -b b night")] = "B"
     shell("git checkout -q night; git merge -q --no-edit a b")
     names[shell("git rev-parse --short=7 HEAD")] = "both"
+    words = "sed -i 's/^#/# words/' train.py; git commit -qam words; git rev-parse --short=7 HEAD"
+    names[shell(words)] = "words"
     for one in names.items():
         log(*one)
     text = attribute(lineage(harness.read_results()), Played(), gain=0.025)
     found = re.findall(r"^\| (\w+) \| \+0 \| (\S+) .*\| ([\w ]+) \|$", text, re.M)
     assert [(name, verdict) for name, _, verdict in found] == [("B", "real"), ("both", "real")]
     assert [float(val) for _, val, _ in found] == pytest.approx([0.005, 0.02], abs=0.002)
+    assert "| words | +0 |  |  |  | only comments |" in text
 
 
 def test_the_first_and_the_last_kept_commit_are_so_by_ancestry_whatever_the_order_of_their_rows(shell):
@@ -317,6 +320,7 @@ def test_a_file_is_pruned_only_if_what_it_surely_costs_at_most_is_below_a_tenth_
     text, fine = pruned([cost + 0.0003 for cost in costs], gain=0.0057, sd=0.0003)
     assert not fine
     assert text.endswith("at most +0.0007 (with 95% confidence), which may be too much: nothing is pruned.")
+    assert pruned(costs, gain=0.0037, sd=0.0001)[1] and not pruned(costs, gain=0.0034, sd=0.0001)[1], "0.00035"
     assert not pruned(costs, gain=-0.01, sd=0.0003)[1], "no gain, of which nothing may be lost"
 
 
