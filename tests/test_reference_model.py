@@ -146,10 +146,11 @@ def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step
         model(x)
 
 
+@pytest.mark.parametrize("length", [8, 17])  # one piece; several, of which the last is not full
 @pytest.mark.parametrize("attention", ["sdpa", "fa2"])
-def test_a_shorter_sequence_gets_the_logits_of_its_own_length(attention, exact_windows):
+def test_a_shorter_sequence_gets_the_logits_of_its_own_length(attention, length, exact_windows):
     model = build("shifted cuts", attention, experts=(4, 1))
-    weights, x = lively(model), random_tokens(8)
+    weights, x = lively(model), random_tokens(length)
     assert relative_error(model(x), reference_logits(model, weights, x)) < 1e-4
 
 

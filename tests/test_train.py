@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import itertools
+import math
 import re
 import types
 
@@ -82,11 +83,12 @@ def test_a_gpu_that_is_too_old_is_refused_with_the_remedy():
         train.pick_numerics(GPU((6, 1), 0.0))
 
 
-def test_size_grows_with_the_gpu():
+def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
     sizes = [train.pick_size(GPU(None, peak)) for peak in (0, 25e12, 65e12, 121e12, 312e12, 989e12, 2250e12)]
     matrices = [config.depth * config.n_embd**2 for config in sizes]
     assert matrices == sorted(matrices)
     assert sizes[0] == train.SIZES[0][1] and sizes[-1] == train.SIZES[-1][1] and sizes[1] == sizes[2] != sizes[3]
+    assert not any(config.n_embd % 64 or config.seq_len % config.window for _, config in train.SIZES)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +106,6 @@ def test_size_grows_with_the_gpu():
 def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
     config = train.pick_size(GPU((8, 6), peak, int(gigabytes * 1e9)))
     assert config == dataclasses.replace(train.pick_size(GPU((8, 6), peak)), ngram_rows=rows)
-
-
-@pytest.mark.parametrize("config", [config for _, config in train.SIZES], ids=str)
-def test_sizes_that_ship_divide(config):
-    """Most of what does not is refused, but only on the GPU that takes this size."""
-    assert config.total_batch_size % (config.device_batch_size * config.seq_len) == 0
-    assert config.n_embd % config.head_dim == config.seq_len % config.window == 0
-    assert config.full_heads <= config.n_embd // config.head_dim
-    assert config.n_embd % 64 == 0, "4-bit blocks of 64 must divide the rows"
 
 
 @pytest.mark.parametrize(
@@ -168,9 +161,7 @@ def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_it
     ("given", "seconds", "scaled"),  # sequences in a step and in a device batch
     [
         ((64, 64), 300, (64, 64)),
-        ((64, 64), 120, (32, 32)),
         ((64, 64), 60, (32, 32)),
-        ((64, 64), 30, (16, 16)),
         ((64, 64), 1200, (128, 64)),
         ((64, 64), 1e-3, (1, 1)),
         ((12, 4), 75, (6, 2)),
@@ -188,37 +179,6 @@ def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches
 
 
 # -- Model
-
-
-@pytest.mark.parametrize("window", [TINY.window, TINY.seq_len // 4], ids=["whole", "pieces"])
-def test_model_is_causal(window):
-    model = trained(window=window)
-    tokens = torch.randint(VOCAB, (2, TINY.seq_len))
-    changed = tokens.clone()
-    changed[:, 40] = (changed[:, 40] + 1) % VOCAB
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
-    assert (before[:, 41:] - after[:, 41:]).abs().max() > 1e-3, "a token must change what follows it"
-
-
-@pytest.mark.parametrize("length", [17, 24, 63])  # of at most 16 there is one piece
-@pytest.mark.parametrize("attention", ["sdpa", "fa2"])
-def test_text_of_any_length_gets_the_logits_that_it_gets_as_the_beginning_of_a_longer_one(
-    length, attention, monkeypatch, exact_windows
-):
-    monkeypatch.setattr(train, "pick_numerics", lambda gpu: (torch.float32, attention))
-    model, x = trained(window=16), next(batches())[0]
-    with torch.no_grad():
-        torch.testing.assert_close(model(x[:, :length]), model(x)[:, :length], rtol=1e-4, atol=1e-4)
-
-
-def test_a_sequence_length_that_pieces_do_not_divide_trains():
-    model, optimizer = build(dataclasses.replace(TINY, seq_len=50, window=16, total_batch_size=100))
-    tokens = torch.randint(VOCAB, (2, 51))
-    scaler, batch = train.make_scaler(model), itertools.repeat((tokens[:, :-1], tokens[:, 1:], 1))
-    losses = [train.train_step(model, optimizer, scaler, batch)[0].item() for _ in range(5)]
-    assert losses[-1] < losses[0] - 0.5
 
 
 def test_text_longer_than_the_model_is_refused_with_both_numbers():
@@ -440,41 +400,18 @@ def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2]) and values[0].any()
 
 
-@pytest.mark.parametrize("name", ["out", "c_proj_in", "gate_proj", "embed_out"])
-def test_a_name_decides_neither_initial_values_nor_the_optimizer(name, monkeypatch):
-    """Only which draw of the same distribution it is."""
-    model, _ = build()
-    mlp = model.blocks[1].mlp
-    setattr(mlp, name, mlp.c_fc)
-    del mlp.c_fc
-    monkeypatch.setattr(train.MLP, "forward", lambda self, x: self.c_proj(getattr(self, name)(x).square()))
-    model.init_weights()
-    weight = getattr(mlp, name).weight
-    assert weight.std().item() == pytest.approx(train.INIT_SCALE / 8, rel=0.1)
-    groups = train.make_optimizer(model).param_groups
-    assert [group["kind"] for group in groups for p in group["params"] if p is weight] == ["muon"]
-
-
-def test_initial_values_leave_the_random_numbers_of_a_run_to_its_seed():
-    draws = []
-    for depth in (2, 3):
-        model, _ = build(dataclasses.replace(TINY, depth=depth))
-        torch.manual_seed(5)
-        for _ in range(2):
-            model.init_weights()
-            draws.append((torch.initial_seed(), torch.rand(()).item()))
-    assert len(set(draws)) == 1 and draws[0][0] == 5
-
-
-def test_an_edit_that_adds_a_parameter_leaves_the_initial_values_of_all_others_alone():
-    values = []
+def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_numbers_of_a_run_to_its_seed():
+    values, draws = [], []
     for seed, edited in ((1, False), (1, True), (2, False)):
         model, _ = build()
         if edited:
             model.blocks[0].attn.register_parameter("aaa", torch.nn.Parameter(torch.ones(8, 8)))
         torch.manual_seed(seed)
-        model.init_weights()
+        for _ in range(2):
+            model.init_weights()
+            draws.append((torch.initial_seed(), torch.rand(()).item()))
         values.append({name: p for name, p in model.named_parameters() if name != "blocks.0.attn.aaa"})
+    assert len({*draws[:4]}) == 1 and draws[0][0] == 1
     assert values[0].keys() == values[1].keys()
     for name, p in values[0].items():
         assert torch.equal(p, values[1][name])
@@ -485,14 +422,6 @@ def test_an_edit_that_adds_a_parameter_leaves_the_initial_values_of_all_others_a
 # -- Optimizer
 
 
-def test_a_frozen_parameter_stays_what_it_is():
-    model, _ = build()
-    frozen = [model.blocks[1].attn.c_qkv.weight, model.blocks[0].attn.value_embed.weight]
-    before = [p.requires_grad_(False).clone() for p in frozen]
-    train_on(model, train.make_optimizer(model), 3)
-    assert all(map(torch.equal, frozen, before))
-
-
 def test_weights_that_an_edit_replaces_train_on():
     model, optimizer = build()
     for weight in (model.blocks[0].mlp.c_fc.weight, model.blocks[1].attn.c_qkv.weight):
@@ -500,18 +429,6 @@ def test_weights_that_an_edit_replaces_train_on():
         before = weight.detach().clone()
         train_on(model, optimizer)
         assert not torch.equal(weight, before)
-
-
-def test_a_part_that_an_edit_has_left_unused_stays_what_it_is():
-    model, optimizer = build()
-    model.gone = model.lm_head
-    model.lm_head = train.Linear(TINY.n_embd, VOCAB)  # after the optimizer has seen the other
-    torch.nn.init.zeros_(model.lm_head.weight)
-    gone_table, model.ngram_embeds = model.ngram_embeds[1], model.ngram_embeds[:1]
-    before = model.gone.weight.detach().clone()
-    train_on(model, optimizer)
-    assert torch.equal(model.gone.weight, before)
-    assert not gone_table.weight.any()
 
 
 @pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["MLP", "experts"])
@@ -541,15 +458,11 @@ def half(dtype, config=TINY, seed=0):
     return train.build_model(config, CPU, GPU((7, 5) if dtype == torch.float16 else (8, 0), 0.0))
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.5)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), 0.01)
-
-
-ANY = {"ours": train.make_optimizer, "AdamW": adamw, "SGD": sgd}
+ANY = {
+    "ours": train.make_optimizer,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.5),
+}
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -559,34 +472,27 @@ def any_model(request, exact_windows):
     return build(config)[0] if request.param == torch.float32 else half(request.param, config)
 
 
-def gradients(model, scale=1.0):
-    (scale * model(*next(batches())[:2])).backward()
+def gradients(model):
+    model(*next(batches())[:2]).backward()
+
+
+def step_clipped(model, optimizer, scaler, norm=0.5) -> float:
+    """As an edit writes it."""
+    loss = model(*next(batches())[:2])
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert 0.01 < torch.nn.utils.clip_grad_norm_(model.parameters(), norm) < 100
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 @pytest.mark.parametrize("optimizer", ANY)
-def test_any_optimizer_trains_the_model_tables_included(any_model, optimizer):
-    optimizer = ANY[optimizer](any_model)
-    before = [table.weight.detach().clone() for table in any_model.ngram_embeds]
-    losses = train_on(any_model, optimizer, 4)
-    assert losses[-1] < losses[0] - 0.05
-    assert not any(map(torch.equal, before, [table.weight.to(before[0].dtype) for table in any_model.ngram_embeds]))
-
-
-@pytest.mark.parametrize("optimizer", ANY)
-def test_gradients_can_be_unscaled_and_clipped(any_model, optimizer):
+def test_any_optimizer_trains_the_model_tables_included_and_gradients_can_be_clipped(any_model, optimizer):
     optimizer, scaler = ANY[optimizer](any_model), train.make_scaler(any_model)
-    first = None
-    for _ in range(3):
-        loss = any_model(*next(batches())[:2])
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(any_model.parameters(), 0.5)
-        first = first or loss.item()
-        assert 0.01 < norm < 100 and all(p.grad is None or not p.grad.is_sparse for p in any_model.parameters())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert loss.item() < first - 0.02 and all(table.weight.any() for table in any_model.ngram_embeds)
+    losses = [step_clipped(any_model, optimizer, scaler) for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.02 and all(table.weight.any() for table in any_model.ngram_embeds)
 
 
 def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
@@ -595,43 +501,24 @@ def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
         model, optimizer = build()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
         for _ in range(3):
-            scaler.scale(model(*next(batches())[:2])).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            step_clipped(model, optimizer, scaler, norm=math.inf)
         tables.append(torch.cat([table.weight.detach() for table in model.ngram_embeds]))
     torch.testing.assert_close(*tables, rtol=1e-3, atol=1e-4)
 
 
-def test_a_second_step_and_a_step_without_scaler_are_possible_at_any_time(any_model):
+def test_a_second_step_uses_no_gradient_twice_and_a_step_without_scaler_is_possible_at_any_time(any_model):
     optimizer, scaler = train.make_optimizer(any_model), torch.amp.GradScaler("cpu", init_scale=16.0)
     scaler.scale(any_model(*next(batches())[:2])).backward()
     scaler.step(optimizer)
-    after = [p.detach().clone() for p in any_model.blocks.parameters() if p.ndim > 1]
+    muon = [p for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]]
+    after = [p.detach().clone() for p in muon]
     optimizer.step()
-    muon = {p for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]}
-    matrices = [p for p in any_model.blocks.parameters() if p.ndim > 1]
-    assert all(torch.equal(p, old) for p, old in zip(matrices, after, strict=True) if p in muon), (
-        "gradients are used once"
-    )
+    assert muon and all(map(torch.equal, muon, after))
     scaler.update()
     optimizer.zero_grad()
     gradients(any_model)
     optimizer.step()
     assert all(p.isfinite().all() for p in any_model.parameters())
-
-
-def test_rows_of_several_backwards_are_those_of_one_large_batch():
-    tables = []
-    for parts in (1, 2):
-        model, optimizer = build()
-        x, y, _ = next(batches())
-        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (model(a, b) / parts).backward()
-        optimizer.step()
-        tables.append(torch.cat([table.weight.detach() for table in model.ngram_embeds]))
-    assert tables[0].any() and relative_error(*tables) < 1e-3
 
 
 def test_gradients_that_are_zeroed_never_reach_the_tables():
@@ -673,26 +560,6 @@ def test_an_average_of_the_weights_is_a_copy_that_keeps_its_dtype(exact_windows)
         loss = average(*next(batches())[:2])
     assert loss.isfinite() and average.ngram_embeds[0].weight.dtype == torch.bfloat16
     assert average.ngram_embeds[0].weight.any() and len(optimizer.row_grads) == len(train.NGRAMS)
-
-
-def test_a_matrix_without_gradient_stays_what_it_is_and_others_of_its_shape_move():
-    model, optimizer = build()
-    unused, used = model.blocks[1].mlp.c_fc.weight, model.blocks[0].mlp.c_fc.weight
-    before = unused.detach().clone(), used.detach().clone()
-    for _ in range(3):
-        gradients(model)
-        unused.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(unused, before[0]) and not torch.equal(used, before[1])
-
-
-def test_a_tied_head_trains_as_one_parameter(any_model):
-    any_model.lm_head.weight = any_model.embed.weight
-    optimizer = train.make_optimizer(any_model)
-    assert sum(p is any_model.embed.weight for group in optimizer.param_groups for p in group["params"]) == 1
-    losses = train_on(any_model, optimizer, 4)
-    assert any_model.lm_head.weight is any_model.embed.weight and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("per_token", [1, 2, 4])
@@ -892,5 +759,6 @@ def test_a_batch_that_is_no_power_of_two_trains_on_the_smallest_budgets(clock, m
 def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch, tokenizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=0.5, growth_interval=10**6)
     monkeypatch.setattr(train, "make_scaler", lambda model: scaler)
+    small = dataclasses.replace(TINY, depth=1, seq_len=16, device_batch_size=1, total_batch_size=16)
     with pytest.raises(FloatingPointError, match="loss scale below 1 at step 100"):
-        run_loop(tokenizer, Clock(tokens=128 * 200), monkeypatch)
+        run_loop(tokenizer, Clock(tokens=16 * 200), monkeypatch, small)
