@@ -174,16 +174,8 @@ IMPORTS, TRACE, TRITON, TRITON_TUNED = 15.0, 0.0126, 0.086, 0.21
 SERVER = 0.5
 
 PORT = train.Config(
-    depth=8,
-    n_embd=512,
-    head_dim=128,
-    seq_len=512,
-    window=512,
-    full_heads=4,
-    device_batch_size=16,
-    total_batch_size=2**16,
-    ngram_rows=0,
-)
+    depth=8, n_embd=512, seq_len=512, window=512, full_heads=4, device_batch_size=16, total_batch_size=2**16, ngram_rows=0
+)  # fmt: skip
 
 
 def size_for(gpu: str) -> train.Config:
@@ -415,11 +407,6 @@ def start_and_evaluation(config: train.Config, gpu: str = "T4", fa3: bool = True
     return start, batches * seconds
 
 
-def tokens_in(budget: float, config: train.Config, gpu: str = "T4", fa3: bool = True) -> int:
-    """What a GPU trains on in so many seconds: --tokens of the run that stands for it."""
-    return int(budget * predict(config, gpu, fa3)["tokens_per_sec"])
-
-
 def describe(gpu: str, p: dict) -> str:
     """Of a prediction: dtype and kind of attention."""
     backend = {"fa3": "FA3", "fa2": "FA2", "sdpa": "memory-efficient"}[p["attention"]]
@@ -442,11 +429,8 @@ def show(config: train.Config, gpu: str, fa3: bool) -> None:
     per_second = f"{p['tokens_per_sec']:,.0f} tokens/s, {p['tflops']:.2f} TFLOP/s of the model"
     print(f"{'step':40}{1e3 * p['seconds']:8.2f}   {per_second}")
     start, evaluation = start_and_evaluation(config, gpu, fa3)
-    print(
-        f"{tokens_in(TIME_BUDGET, config, gpu, fa3) / 1e6:.1f} M tokens in {TIME_BUDGET} s; {p['memory_gb']:.1f} GiB; ",
-        end="",
-    )
-    total = start + TIME_BUDGET + evaluation
+    tokens, total = TIME_BUDGET * p["tokens_per_sec"] / 1e6, start + TIME_BUDGET + evaluation
+    print(f"{tokens:.1f} M tokens in {TIME_BUDGET} s; {p['memory_gb']:.1f} GiB; ", end="")
     print(f"start {start:.0f} s, evaluation {evaluation:.0f} s, total {total:.0f} s")
 
 
@@ -464,7 +448,7 @@ def show_all() -> None:
                 f"{config.depth} x {config.n_embd}",
                 f"{config.device_batch_size} of {config.total_batch_size // config.seq_len}",
                 f"{p['tokens_per_sec'] / 1e3:,.0f} k",
-                f"{tokens_in(TIME_BUDGET, config, gpu, fa3) / 1e6:.1f}",
+                f"{TIME_BUDGET * p['tokens_per_sec'] / 1e6:.1f}",
                 f"{p['tflops'] * 1e12 / harness.named_gpu(gpu).peak_flops:.0%}",
                 f"{p['memory_gb']:.1f}",
                 f"{start + TIME_BUDGET + evaluation:.0f}",

@@ -1,17 +1,14 @@
 """The fused cross-entropy on one CUDA GPU, beside its peers: time, memory and error.
 
-    python tests/bench/bench_kernels.py              # about two minutes on an H200; the tables are printed last
-    python tests/bench/bench_kernels.py --sweep      # instead, sizes of chunks, and the time of each launch
+    python tests/bench/bench_kernels.py    # about two minutes on an H200
 
 Liger (`liger-kernel`) and Apple's CCE (`cut-cross-entropy`) run if they are installed. Medians of triton's do_bench,
 which empties L2 before each run. Errors are against float64, relative in the Euclidean norm.
 """
 
-import argparse
 import functools
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +27,7 @@ SHAPES = [  # N, D, V
     (32768, 384, 8192, torch.float16),  # a step on a T4
     (131072, 768, 8192, torch.bfloat16),
 ]
-CHUNKS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)
 MIB = 2**20
-lines: list[str] = []  # of the tables
 
 
 def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -88,11 +83,6 @@ CONTENDERS = {
     "ours": lambda: ours,
     "ours, with a z-loss": lambda: ours_z,
 }
-
-
-def report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # progress
-    lines.append(line)
 
 
 def example(n: int, d: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,20 +148,20 @@ def contend(build, x: Tensor, weight: Tensor, targets: Tensor, expected: tuple, 
 def bench_linear(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     floor, first = gemms(x, weight)
     expected = exact_gradients(x, weight, targets)
-    report(f"\nN {len(x)}, D {x.shape[1]}, V {len(weight)}, {x.dtype}, softcap {SOFTCAP:g}")
-    report(f"{'':28}{'ms':>9}{'/ floor':>8}{'peak MiB':>10}{'- grads':>9}{'dx error':>10}{'dW error':>10}")
-    report(f"{'floor: the three GEMMs':28}{floor:9.3f}")
+    print(f"\nN {len(x)}, D {x.shape[1]}, V {len(weight)}, {x.dtype}, softcap {SOFTCAP:g}")
+    print(f"{'':28}{'ms':>9}{'/ floor':>8}{'peak MiB':>10}{'- grads':>9}{'dx error':>10}{'dW error':>10}")
+    print(f"{'floor: the three GEMMs':28}{floor:9.3f}")
     for name, build in CONTENDERS.items():
-        report(f"{name:28}{contend(build, x, weight, targets, expected, floor)}")
+        print(f"{name:28}{contend(build, x, weight, targets, expected, floor)}")
     half = weight.detach().to(x.dtype).requires_grad_()
     name = f"ours, weight in {str(x.dtype).removeprefix('torch.')}"
-    report(f"{name:28}{contend(lambda: ours, x, half, targets, expected, floor)}")
+    print(f"{name:28}{contend(lambda: ours, x, half, targets, expected, floor)}")
     x.grad = weight.grad = None
-    report(f"{'logits GEMM + row kernel: ours, logits in fp32':46}{fp32_logits(x, weight, targets)}")
+    print(f"{'logits GEMM + row kernel: ours, logits in fp32':46}{fp32_logits(x, weight, targets)}")
     with torch.no_grad():
         ms, extra = time_ms(lambda: ours(x, weight, targets)), peak_mib(lambda: ours(x, weight, targets))
-    report(f"{'forward only: its GEMM':28}{first:9.3f}")
-    report(f"{'forward only: ours':28}{ms:9.3f}{ms / first:8.2f}{extra:10.0f}")
+    print(f"{'forward only: its GEMM':28}{first:9.3f}")
+    print(f"{'forward only: ours':28}{ms:9.3f}{ms / first:8.2f}{extra:10.0f}")
 
 
 @torch.no_grad()
@@ -197,8 +187,8 @@ def bench_logits(n: int = 65536, v: int = 8192) -> None:
     logits = torch.randn(n, v, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets, copy = torch.randint(v, (n,), device="cuda"), torch.empty_like(logits, requires_grad=False)
     copy_ms = time_ms(lambda: copy.copy_(logits.detach()))
-    report(f"\n{n} x {v} bf16 logits, forward + backward, against a copy of them (read once, written once)")
-    report(f"{'copy':28}{copy_ms:9.3f} ms, {2 * logits.nbytes / copy_ms / 1e9:.2f} TB/s")
+    print(f"\n{n} x {v} bf16 logits, forward + backward, against a copy of them (read once, written once)")
+    print(f"{'copy':28}{copy_ms:9.3f} ms, {2 * logits.nbytes / copy_ms / 1e9:.2f} TB/s")
     ways = {
         "eager": F.cross_entropy,
         "torch.compile": torch.compile(F.cross_entropy),
@@ -208,50 +198,18 @@ def bench_logits(n: int = 65536, v: int = 8192) -> None:
     for name, loss in ways.items():
         step = lambda loss=loss: torch.autograd.grad(loss(logits, targets), logits)  # noqa: E731
         ms, extra = time_ms(step), peak_mib(step)
-        report(f"{name:28}{ms:9.3f} ms, {copy_ms / ms:.0%} of the copy's bandwidth, {extra:.0f} MiB extra")
-
-
-def sweep(x: Tensor, weight: Tensor, targets: Tensor) -> None:
-    (n, d), v = x.shape, len(weight)
-    w, dx, dw = weight.detach().to(x.dtype), torch.zeros_like(x.detach()), torch.zeros_like(weight.detach())
-    one = torch.ones((), device=x.device).expand(n)
-    chosen = kernels._chunk_rows(n, v, x.itemsize, x.device)
-    report(f"\nN {n}, D {d}, V {v}, {x.dtype}: floor {gemms(x, weight)[0]:.3f} ms, {chosen} rows chosen")
-    report(f"{'rows':>8}{'ms':>9}{'peak MiB':>10}{'forward':>9}  parts:{'logits':>9}{'rows':>9}{'dx':>9}{'dW':>9}")
-    step = lambda: ours(x, weight, targets).backward()  # noqa: E731
-    for rows in (r for r in CHUNKS if r <= n and r * v * x.itemsize <= 2**31):
-        with patch.object(kernels, "_chunk_rows", lambda *_, rows=rows: rows):
-            ms, extra = time_ms(step, (x, weight)), peak_mib(step)
-            x.grad = weight.grad = None
-            with torch.no_grad():
-                forward = time_ms(lambda: ours(x, weight, targets))
-        z, losses = x.detach().new_empty(rows, v), x.new_empty(rows, dtype=torch.float32)
-        chunks = [(slice(i, i + rows), z, losses) for i in range(0, n - rows + 1, rows)]
-        text = f"{rows:8}{ms:9.3f}{extra:10.0f}{forward:9.3f}        "
-        for part in (
-            lambda p, z, _: torch.mm(x.detach()[p], w.T, out=z),
-            lambda p, z, losses: kernels._rows_triton(z, targets[p], losses, one[p], SOFTCAP, -1, z),
-            lambda p, z, _: kernels._addmm_(dx[p], z, w, beta=0.0, alpha=1.0),
-            lambda p, z, _: kernels._addmm_(dw, z.T, x.detach()[p], beta=1.0, alpha=1.0),
-        ):
-            text += f"{time_ms(lambda part=part, chunks=chunks: [part(*chunk) for chunk in chunks]):9.3f}"
-        report(text)
+        print(f"{name:28}{ms:9.3f} ms, {copy_ms / ms:.0%} of the copy's bandwidth, {extra:.0f} MiB extra")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sweep", action="store_true", help="time chunk sizes instead")
-    run = sweep if parser.parse_args().sweep else bench_linear
-    report(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in SHAPES:
         try:
-            run(*example(*shape))
+            bench_linear(*example(*shape))
         except torch.OutOfMemoryError:
-            report(f"{shape}: out of memory")
+            print(f"{shape}: out of memory")
         torch.cuda.empty_cache()
-    if run is bench_linear:
-        bench_logits()
-    print("\n".join(lines))
+    bench_logits()
 
 
 if __name__ == "__main__":

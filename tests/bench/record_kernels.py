@@ -37,8 +37,7 @@ GEMMS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 GATHERS = ("embedding", "index")
 SCATTERS = ("embedding_dense_backward", "index_put", "_unsafe_masked_index_put_accumulate")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "any", "linalg_vector_norm")
-SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
-FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", SPARSE)  # beside what the schema calls a view
+FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like")  # beside what the schema calls a view
 ATTENTION_TILE = 64  # keys: causal attention computes half of the square and half a tile more a row
 
 
@@ -67,7 +66,7 @@ def tensors_in(*tree) -> list[torch.Tensor]:
 
 
 def nbytes(*tree) -> int:
-    return sum(nbytes(t._values()) if t.is_sparse else t.numel() * t.element_size() for t in tensors_in(tree))
+    return sum(t.nbytes for t in tensors_in(tree))
 
 
 def kernel_of(op, args, out, where: str) -> Kernel:
@@ -86,12 +85,11 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
         source = tensors[0 if name == SCATTERS[0] else -1]
         return Kernel(where, "scatter", source.numel(), nbytes(out) + 3 * nbytes(source))
-    if name in ("index_add_", "index_put_", "scatter_"):  # reads the source, reads or just writes as much of the target
-        adds = tensors[-1].numel() if name == "index_add_" else 0
-        return Kernel(where, "scatter", adds, 3 * nbytes(tensors[-1]))
+    if name == "scatter_":  # reads the source, writes as much of the target
+        return Kernel(where, "scatter", 0, 3 * nbytes(tensors[-1]))
     if name in GATHERS:
         return Kernel(where, "memory", 0, 2 * nbytes(out))
-    if name in ("copy_", "_foreach_copy_"):
+    if name == "copy_":
         return Kernel(where, "memory", 0, nbytes(args))
     return Kernel(where, "memory", 0, nbytes(args, out) * (2 if out is None else 1))  # None: in place
 
@@ -192,8 +190,6 @@ class Recorder(TorchDispatchMode):
         self.patches.close()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if name_of(op) == "clone" and args[0].is_sparse:
-            return args[0]  # which autograd does only where somebody watches, and loses the values of meta tensors
         if name_of(op) == "_fused_adamw_":  # which meta tensors lack: reads four lists, writes all but the gradients
             params, grads, *state = args[:4]
             self.see(op, args)
