@@ -24,16 +24,12 @@ def test_the_published_port_takes_what_it_took():
     assert predicted["memory_gb"] == pytest.approx(2497 / 1024, rel=0.06)
 
 
-H200 = [  # depth, n_embd, experts, experts per token; tokens per second and GiB, measured
-    (9, 640, 0, 1, 1.224e6, 41.4),
-    (7, 768, 32, 2, 0.934e6, 46.2),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("depth, n_embd, experts, per_token, tokens_per_sec, memory_gb", H200)
-def test_an_h200_takes_what_it_took(depth, n_embd, experts, per_token, tokens_per_sec, memory_gb):
-    size = dict(depth=depth, n_embd=n_embd, full_heads=n_embd // 128, num_experts=experts, experts_per_token=per_token)
+@pytest.mark.parametrize(
+    "depth, n_embd, experts, tokens_per_sec, memory_gb", [(9, 640, 0, 1.224e6, 41.4), (7, 768, 32, 0.934e6, 46.2)]
+)
+def test_an_h200_takes_what_it_took(depth, n_embd, experts, tokens_per_sec, memory_gb):
+    size = dict(depth=depth, n_embd=n_embd, full_heads=n_embd // 128, num_experts=experts)
     size |= dict(seq_len=2048, device_batch_size=64)
     config = dataclasses.replace(bench_gpu.size_for("H200"), **size)
     if (config.total_batch_size, config.ngram_rows, train.NGRAMS) != (2**17, 2_621_440, (2, 3, 4)):
@@ -150,23 +146,7 @@ def test_a_t4_is_given_nothing_that_it_lacks(predicted):
     recorder = predicted["recorder"]
     attention = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
     assert {op for op in recorder.ops if "attention" in op or "softmax" in op} == attention
-    assert not recorder.dtypes & {torch.bfloat16, torch.float64}
-
-
-@pytest.mark.slow
-def test_what_a_t4_lacks_would_be_seen():
-    recorder, *_ = bench_gpu.record(SMALL, (7, 5), bench_gpu.chunk_rows("T4"), evaluation=True, capability=(8, 0))
-    assert torch.bfloat16 in recorder.dtypes
-    assert not any("efficient_attention" in op for op in recorder.ops)
-
-
-@pytest.mark.slow
-def test_twice_the_batch_takes_twice_the_time_and_one_optimizer_step(predicted):
-    once, twice = predicted, bench_gpu.predict(dataclasses.replace(T4, total_batch_size=2 * T4.total_batch_size))
-    assert 1.8 < twice["seconds"] / once["seconds"] < 2
-    for where, times in [("mlp", 2), ("attn", 2), ("cross-entropy", 2), ("muon_update", 1), ("baddbmm", 1)]:
-        launches = [sum(row[3] for key, row in p["rows"].items() if where in key) for p in (once, twice)]
-        assert launches[1] == times * launches[0] > 0
+    assert torch.float16 in recorder.dtypes and not recorder.dtypes & {torch.bfloat16, torch.float64}
 
 
 def record(fn, *shapes):
