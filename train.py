@@ -60,15 +60,16 @@ class Config:  # saved with the weights
     depth: int  # layers
     n_embd: int  # width of the residual stream
     head_dim: int = 128
-    seq_len: int = 2048
+    seq_len: int = 1024  # of training; heads see no further back
     window: int = 256  # earlier tokens that most heads see; SDPA: length of its pieces
-    full_heads: int = 1  # heads that see the whole context, in every fourth layer from the last
-    device_batch_size: int = 16  # sequences per forward pass; fewer if memory runs out
+    full_heads: int = 3  # heads that see that far, in every fourth layer from the last
+    device_batch_size: int = 32  # sequences per forward pass; fewer if memory runs out
     total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
     ngram_rows: int = 2_621_440  # rows of each n-gram table
     num_experts: int = 0  # they replace half of the MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
     vocab_size: int = VOCAB_SIZE
+    eval_seq_len: int = 16384  # of scoring: few targets are near a row's start
 
     def __post_init__(self):
         for rule in (
@@ -83,13 +84,13 @@ class Config:  # saved with the weights
 
 SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
-    (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, full_heads=4, total_batch_size=2**12,
-               ngram_rows=40_960)),  # no GPU
+    (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, eval_seq_len=512, full_heads=4,
+               device_batch_size=16, total_batch_size=2**12, ngram_rows=40_960)),  # no GPU
     (1e12, Config(depth=3, n_embd=384)),
-    (70e12, Config(depth=4, n_embd=384, full_heads=3)),
-    (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=32, total_batch_size=2**16)),
-    (600e12, Config(depth=7, n_embd=768, full_heads=6, seq_len=4096, device_batch_size=32,
-                    total_batch_size=2**17, num_experts=32)),
+    (70e12, Config(depth=4, n_embd=384)),
+    (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=64, total_batch_size=2**16)),
+    (600e12, Config(depth=7, n_embd=768, full_heads=6, device_batch_size=128, total_batch_size=2**17,
+                    num_experts=32)),
 )
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
@@ -216,20 +217,25 @@ def fa2(q, k, v, window, shift):
     """PyTorch's FlashAttention-2. Whole contexts by SDPA: cuDNN is faster there."""
     T, flash = q.size(1), torch.ops.aten._flash_attention_forward
     if window >= T:
-        return sdpa(q, k, v, T, 0)
+        return sdpa(q, k, v, window, shift)
     args = q, k, v, None, None, T, T, 0.0, True, False
     return flash(*args, window_size_left=window, window_size_right=0)[0]
 
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the text is cut into pieces of `window` tokens that see only themselves.
-    Every other layer's cuts are shifted by zeros in front, which also serve as an attention sink."""
+    Every other layer's cuts are shifted by zeros in front, which also serve as an attention sink.
+    Without a shift, a mask makes the window."""
     B, T, H, D = q.shape
-    W, S = (window, shift) if window < T else (T, 0)
+    W, S = (T, 0) if shift is None or window >= T else (window, shift)
     end = -(S + T) % W  # zeros that fill the last piece
     if S + end > 0:
         q, k, v = (F.pad(t, (0, 0, 0, 0, S, end)) for t in (q, k, v))
     q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1) for t in (q, k, v))  # (pieces, W, H, D)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if window < W:
+        i = torch.arange(T, device=q.device)
+        mask = (i <= i[:, None]) & (i >= i[:, None] - window)  # (query, key)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     return y.reshape(B, -1, H, D)[:, S : S + T]
 
@@ -246,7 +252,7 @@ class Attention(nn.Module):
         super().__init__()
         C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
         self.n_head, self.head_dim, self.attend = H, D, attention(kind)
-        self.full_heads = config.full_heads if i % 4 == 0 else 0
+        self.full_heads, self.context = config.full_heads if i % 4 == 0 else 0, config.seq_len
         self.window = min(config.window, config.seq_len)
         self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
         self.qkv = [C, C, C]  # widths of queries, keys, values
@@ -262,7 +268,7 @@ class Attention(nn.Module):
         self.register_buffer("slow", slow, persistent=False)
 
     def forward(self, x, idx, cos, sin):
-        T, H, full = x.size(1), self.n_head, self.full_heads
+        H, full = self.n_head, self.full_heads
         q, k, v = self.c_qkv(x).split(self.qkv, -1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1)
@@ -274,7 +280,8 @@ class Attention(nn.Module):
         k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = []
         if full > 0:
-            y.append(self.attend(q[:, :, :full], k[:, :, :full], v[:, :, :full], T, 0))
+            qkv = q[:, :, :full], k[:, :, :full], v[:, :, :full]
+            y.append(self.attend(*qkv, self.context, None))
         if full < H:
             q, k, v = q[:, :, full:], k[:, :, full:], v[:, :, full:]
             y.append(self.attend(q, k, v, self.window, self.shift))
@@ -353,7 +360,7 @@ def compiled(function):
 class GPT(nn.Module):
     def __init__(self, config, dtype, attention):
         super().__init__()
-        V, C, D, T = config.vocab_size, config.n_embd, config.head_dim, config.seq_len
+        V, C, D = config.vocab_size, config.n_embd, config.head_dim
         self.config, self.dtype, self.attention = config, dtype, attention
         self.backends = BACKENDS[2:] if dtype == torch.float16 else BACKENDS
         self.embed = declare(nn.Embedding(V, C), nn.init.normal_, adamw(EMBEDDING_LR, C))
@@ -362,7 +369,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))
         freqs = ROPE_BASE ** -torch.linspace(0, 1, D // 2 + 1)[:-1]
-        angles = torch.outer(torch.arange(T), torch.cat([freqs, -freqs]))[:, None]  # (T, 1, D)
+        i = torch.arange(max(config.seq_len, config.eval_seq_len))
+        angles = torch.outer(i, torch.cat([freqs, -freqs]))[:, None]  # (T, 1, D)
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
@@ -398,14 +406,13 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats ('none': (B*T,))."""
         T = idx.size(1)
-        assert T <= self.config.seq_len, f"{T} tokens are more than seq_len: {self.config}"
-        # evaluation reuses training's compiled graph, unless that would save activations
-        grad = torch.is_grad_enabled() or not FOUR_BIT
-        with torch.set_grad_enabled(grad), sdpa_kernel(self.backends, set_priority=True):
-            x = self.trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
+        assert T <= len(self.cos), f"{T} tokens are more than eval_seq_len: {self.config}"
+        # evaluation is short: not compiled
+        trunk = self.trunk if torch.is_grad_enabled() else functools.partial(GPT.trunk, self)
+        with sdpa_kernel(self.backends, set_priority=True):
+            x = trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         assert x.dtype == self.dtype, f"a tensor makes activations {x.dtype}: cast it to x.dtype"
         if targets is None:
-            x = x if torch.is_grad_enabled() else x.detach()  # frees the activations
             logits = self.lm_head(x).float()
             return SOFTCAP * logits.div_(SOFTCAP).tanh_() if SOFTCAP else logits
         options = dict(softcap=SOFTCAP, reduction=reduction)

@@ -26,7 +26,7 @@ from harness.git import git_head
 from harness.gpu import GPU, gpu_name, this_gpu
 from harness.log import log_result
 from harness.record import night_record, write_record
-from harness.referee import evaluate_bpb
+from harness.referee import eval_shape, evaluate_bpb
 from harness.warmup import num_params, start_compiler
 from harness.weights import load_weights, sample, save_weights
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id
@@ -36,8 +36,8 @@ def run(train: Callable, build_model: Callable) -> None:
     """The command line of an experiment: trains, scores and logs, or samples from saved weights.
 
     train(clock, tokenizer, device, seed, gpu) returns the model and a dict of numbers for the summary.
-    build_model(config, device, gpu) rebuilds a model from a saved config. model.config is a dataclass with `seq_len`
-    and `device_batch_size`; model(x) returns logits (B, T, V).
+    build_model(config, device, gpu) rebuilds a model from a saved config. model.config is a dataclass with `seq_len`,
+    `device_batch_size` and, if longer rows are scored, `eval_seq_len`; model(x) returns logits (B, T, V).
     """
     import torch
 
@@ -152,7 +152,7 @@ def score(model, tokenizer: Tokenizer, split: str) -> float:
     """Bits per byte of a split. Raises FloatingPointError if not finite."""
     if remote.channel():
         return remote.answer(model, tokenizer.get_vocab_size(), split)
-    bpb = evaluate_bpb(model, tokenizer, model.config.device_batch_size, model.config.seq_len, split)
+    bpb = evaluate_bpb(model, tokenizer, *eval_shape(model.config), split)
     if not math.isfinite(bpb):
         raise FloatingPointError(f"{split}_bpb is {bpb}")
     return bpb

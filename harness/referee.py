@@ -35,6 +35,13 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, spl
         return bits_per_byte(predictor, tokenizer.get_bos_token_id(), split, *batches)
 
 
+def eval_shape(config) -> tuple[int, int]:
+    """Rows and tokens (B, T) of the batches that are scored: T is the config's `eval_seq_len`, if it has one that is
+    longer than its `seq_len`; B * T at most about as many tokens as a batch of training has."""
+    T = max(config.seq_len, getattr(config, "eval_seq_len", 0))
+    return max(1, config.device_batch_size * config.seq_len // T), T
+
+
 def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, sizes) -> Score:
     """inputs, targets, sizes: of prepare.eval_batches. Raises Unscorable."""
     import torch

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from harness.gpu import imitate
 from harness.record import night_record
-from harness.referee import Predictor, Unscorable, bits_per_byte, predict
+from harness.referee import Predictor, Unscorable, bits_per_byte, eval_shape, predict
 from prepare import Tokenizer, TokenStream, eval_batches, evaluating
 
 TOLERANCE = 10  # seconds beyond the budget, for the last step and the first prediction
@@ -44,7 +44,7 @@ def answer(model, vocab: int, split: str) -> float:
     """Predicts what the referee asks for until it sends the score. Raises Unscorable if it refuses."""
     import torch
 
-    B, T = model.config.device_batch_size, model.config.seq_len
+    B, T = eval_shape(model.config)
     device, dtype = next(model.parameters()).device, str(getattr(model, "dtype", None))
     tell(split=split, batch_size=B, seq_len=T, dtype=dtype, memory=torch.cuda.max_memory_allocated())
     with evaluating(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import getpass
 import itertools
@@ -27,10 +28,11 @@ def warm_up(model, step: Callable) -> None:
         while True:
             config = model.config
             try:
-                tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
+                draw = functools.partial(torch.randint, config.vocab_size, device=device)
+                tokens = draw((config.device_batch_size, config.seq_len))
                 step(itertools.repeat((tokens, tokens, 0)))
                 model.zero_grad()
-                referee.check(model, tokens, config.vocab_size)
+                referee.check(model, draw(referee.eval_shape(config)), config.vocab_size)
                 synchronize()
                 break
             except RuntimeError as error:

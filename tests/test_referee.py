@@ -752,3 +752,16 @@ def test_logits_of_one_batch_at_a_time_are_kept(tokenizer, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     referee.evaluate_bpb(Counts(tokenizer.get_vocab_size()), tokenizer, B, T)
     assert len(most) > 10 and max(most) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (dict(device_batch_size=16, seq_len=2048), (16, 2048)),
+        (dict(device_batch_size=32, seq_len=1024, eval_seq_len=16384), (2, 16384)),
+        (dict(device_batch_size=4, seq_len=1024, eval_seq_len=16384), (1, 16384)),
+        (dict(device_batch_size=4, seq_len=1024, eval_seq_len=512), (4, 1024)),
+    ],
+)
+def test_rows_that_are_scored_may_be_longer_than_those_of_training(config, shape):
+    assert referee.eval_shape(SimpleNamespace(**config)) == shape

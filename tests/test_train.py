@@ -25,8 +25,8 @@ from kernels import quantize_4bit
 
 VOCAB = 512
 TINY = train.Config(
-    depth=3, n_embd=64, head_dim=32, seq_len=64, window=64, full_heads=2, device_batch_size=2, total_batch_size=128,
-    ngram_rows=512, vocab_size=VOCAB,
+    depth=3, n_embd=64, head_dim=32, seq_len=64, eval_seq_len=64, window=64, full_heads=2, device_batch_size=2,
+    total_batch_size=128, ngram_rows=512, vocab_size=VOCAB,
 )  # fmt: skip
 EXPERTS = dataclasses.replace(TINY, num_experts=3, experts_per_token=2)
 CPU = torch.device("cpu")
@@ -183,8 +183,32 @@ def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches
 
 def test_text_longer_than_the_model_is_refused_with_both_numbers():
     model, _ = build()
-    with pytest.raises(AssertionError, match=r"65 tokens are more than seq_len: .* seq_len=64,"):
+    with pytest.raises(AssertionError, match=r"65 tokens are more than eval_seq_len: .* eval_seq_len=64\)"):
         model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("T", [5, 64, 65, 200])
+def test_in_rows_longer_than_those_of_training_a_head_sees_as_far_back_as_in_training(T):
+    q, k, v = torch.randn(3, 2, T, 2, 16)
+    far = torch.arange(T)[:, None] - torch.arange(T)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
+    weights = scores.masked_fill((far < 0) | (far > 64), -torch.inf).softmax(-1)
+    expected = torch.einsum("bhij,bjhd->bihd", weights, v.double())
+    assert torch.allclose(train.sdpa(q, k, v, 64, None).double(), expected, atol=1e-5)
+
+
+def test_a_model_of_one_layer_forgets_in_long_rows_what_is_further_back_than_a_row_of_training():
+    model, _ = build(dataclasses.replace(TINY, depth=1, eval_seq_len=256))
+    for matrix in (model.blocks[0].attn.c_proj.weight, model.lm_head.weight):
+        torch.nn.init.normal_(matrix, std=0.3)
+    *tokens, other = torch.randperm(VOCAB)[:193]  # no token twice: induction finds nothing
+    tokens = torch.stack(tokens)[None]
+    changed = tokens.index_fill(1, torch.tensor(20), other)
+    with torch.no_grad():
+        long, again, short = model(tokens), model(changed), model(tokens[:, :64])
+    moved = (long - again).abs().amax(-1)[0]
+    assert torch.allclose(long[:, :64], short, atol=1e-4)
+    assert moved[20:85].min() > 1e-3 and moved[:20].max() < 1e-5 and moved[86:].max() < 1e-5  # a key reads two tokens
 
 
 @pytest.mark.parametrize("softcap", [train.SOFTCAP, None])
