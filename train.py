@@ -252,8 +252,8 @@ class Attention(nn.Module):
         super().__init__()
         C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
         self.n_head, self.head_dim, self.attend = H, D, attention(kind)
-        self.full_heads, self.context = config.full_heads if i % 4 == 0 else 0, config.seq_len
-        self.window = min(config.window, config.seq_len)
+        self.full_heads = config.full_heads if i % 4 == 0 else 0
+        self.context, self.window = config.seq_len, min(config.window, config.seq_len)
         self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
         self.qkv = [C, C, C]  # widths of queries, keys, values
         self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))

@@ -181,7 +181,7 @@ SECTIONS = [
         ("round(math.log2(seconds / TIME_BUDGET) / 2)", "round(math.log2(seconds / TIME_BUDGET))"),
         ("functools.partial(compiled(GPT.trunk), self)", "compiled(self.trunk)"),
         ("model.eval(), dict(", "model, dict("),
-        ("window = min(config.window, config.seq_len)", "window = config.window"),
+        ("config.seq_len, min(config.window, config.seq_len)", "config.seq_len, config.window"),
         ("if SOFTCAP else logits", "if True else logits"),
     ]),
     ("Sums of rows", "kernels.py", ["test_sum_rows.py"], [

@@ -167,6 +167,17 @@ def test_pointwise_ops_and_row_reductions_are_one_kernel_that_reads_and_writes_o
     assert record(normalized, (N, D), (N, D)) == [("memory", 0, 3 * N * D * 2)]
 
 
+def test_attention_with_a_mask_computes_the_whole_square():
+    T, bias = 256, [(1, 2, 256, 256)]
+    for masks, keys in (([], (T + ATTENTION_TILE) / 2), (bias, T)):
+
+        def attend(q, k, v, mask=None):
+            return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, 0.0, mask is None)[0]
+
+        (kind, flops, _), *_ = record(attend, *[(1, 2, T, 64)] * 3, *masks)
+        assert (kind, flops) == ("attention forward", 2 * 2 * 2 * T * 64 * keys)
+
+
 def test_a_gemm_separates_what_is_before_it_from_what_follows():
     kernels = record(lambda x, w: F.relu(x + 1) @ w + x, (N, D), (D, D))
     gemm = ("GEMM", 2 * N * D * D, (2 * N * D + D * D) * 2)

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import harness
 import kernels
 import train
+from harness.referee import eval_shape
 from prepare import EVAL_TOKENS, TIME_BUDGET, VOCAB_SIZE
 
 
@@ -175,7 +176,7 @@ SERVER = 0.5
 
 PORT = train.Config(
     depth=8, n_embd=512, seq_len=512, window=512, full_heads=4, device_batch_size=16, total_batch_size=2**16,
-    ngram_rows=0,
+    ngram_rows=0, eval_seq_len=512,
 )  # fmt: skip
 
 
@@ -235,12 +236,13 @@ def row_adam(ids, grads) -> list[Kernel]:
     return [sort] * 8 + [Kernel("row_adam", "memory", 0, 3 * nbytes(grads))]
 
 
-def memory_efficient(q, k, v, is_causal, plain=F.scaled_dot_product_attention):
+def memory_efficient(q, k, v, attn_mask=None, is_causal=False, plain=F.scaled_dot_product_attention):
     """What Turing and Volta have: flash and cuDNN start at sm_80. So does bf16 here; the rest is plain maths."""
     if q.dtype == torch.bfloat16:
-        return plain(q, k, v, is_causal=is_causal)  # maths on meta
+        return plain(q, k, v, attn_mask, is_causal=is_causal)  # maths on meta
     q, k, v = (t.half() if t.dtype == torch.float32 else t for t in (q, k, v))  # autocast makes the port's fp16
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(*q.shape[:3], -1)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, bias is None, 0.0, is_causal)[0]
 
 
 @torch.library.custom_op("bench_gpu::flash_forward", mutates_args=())
@@ -348,7 +350,8 @@ def record(
         optimizer = train.make_optimizer(model)
         optimizer.device, optimizer.dtype = Meta("meta"), torch.float16 if port else model.dtype
         scaler = torch.amp.GradScaler("meta", enabled=optimizer.dtype == torch.float16)
-        tokens = torch.empty(config.device_batch_size, config.seq_len, dtype=torch.long, device="meta")
+        shape = eval_shape(config) if evaluation else (config.device_batch_size, config.seq_len)
+        tokens = torch.empty(shape, dtype=torch.long, device="meta")
         recorder.clear()
         if evaluation:
             with torch.no_grad():
@@ -394,14 +397,14 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
 def start_and_evaluation(config: train.Config, gpu: str = "T4", fa3: bool = True) -> tuple[float, float]:
     """Seconds of a run before its clock and after it."""
     evaluation, *_ = record(config, harness.GPUS[gpu][0], chunk_rows(gpu), evaluation=True, fa3=fa3)
-    # What training has compiled serves the evaluation, too, unless it is the port's
+    # Only the port's evaluation is compiled
     training = predict(config, gpu, fa3)["recorder"]
     graphs = {str(m.graph): (m, k) for m, k in [*training.graphs, *evaluation.graphs]}.values()
     nodes = sum(len(module.graph.nodes) for module, _ in graphs)
     fused = {
         kernel for _, compiled in graphs for kernel in compiled if kernel.kind in ("memory", "scatter")
     }  # equal ones once
-    batches = -(-EVAL_TOKENS // (config.device_batch_size * config.seq_len))
+    batches = -(-EVAL_TOKENS // math.prod(eval_shape(config)))
     seconds = sum(map(rates(gpu, fa3).seconds, evaluation.kernels))
     triton = TRITON_TUNED if config == PORT else TRITON
     start = (IMPORTS + TRACE * nodes + triton * len(fused)) * (1 if gpu == "T4" else SERVER)

@@ -178,7 +178,8 @@ def install(prepare, saved: str | Path) -> None:
         device = next(model.parameters()).device
         model.eval()
         size = min(seq_len, SEQ_LEN)  # the same context for everybody
-        found = score(lambda x, y: model(x, y, reduction="none"), saved, batch_size, device, tokenizer, size)
+        rows = batch_size * seq_len // size  # as many tokens at once
+        found = score(lambda x, y: model(x, y, reduction="none"), saved, rows, device, tokenizer, size)
         print("\n".join(["", *(f"{name}: {bpb:.6f}" for name, bpb in found.items())]))
         return found["windows"]
 

@@ -79,7 +79,9 @@ def kernel_of(op, args, out, where: str) -> Kernel:
     if "attention" in name:  # causal, and memory-efficient: the backward computes the scores again
         kind, gemms = ("attention backward", 5) if "backward" in name else ("attention forward", 2)
         B, H, T, D = tensors[0].shape
-        return Kernel(where, kind, 2 * gemms * B * H * T * D * (T + ATTENTION_TILE) / 2, nbytes(args, out))
+        masked = "backward" not in name and len(tensors) > 3  # by a tensor: nothing is skipped
+        keys = T if masked else (T + ATTENTION_TILE) / 2
+        return Kernel(where, kind, 2 * gemms * B * H * T * D * keys, nbytes(args, out))
     if name == "index_put" and not any(a is True for a in args):  # copies the target, reads and writes the source
         return Kernel(where, "memory", 0, 2 * nbytes(out) + 2 * nbytes(tensors[-1]))
     if name in SCATTERS:  # zeroes the table, reads the gradient, reads and writes as much of the table
