@@ -60,9 +60,8 @@ class Config:  # saved with the weights
     depth: int  # layers
     n_embd: int  # width of the residual stream
     head_dim: int = 128
-    seq_len: int = 1024  # of training; heads see no further back
-    window: int = 256  # earlier tokens that most heads see; SDPA: length of its pieces
-    full_heads: int = 3  # heads that see that far, in every fourth layer from the last
+    seq_len: int = 1024  # of training; every fourth layer, from the last, sees that far back
+    window: int = 256  # earlier tokens that the others see; SDPA: length of its pieces
     device_batch_size: int = 32  # sequences per forward pass; fewer if memory runs out
     total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
     ngram_rows: int = 2_621_440  # rows of each n-gram table
@@ -75,7 +74,6 @@ class Config:  # saved with the weights
         for rule in (
             "total_batch_size % (device_batch_size * seq_len) == 0",
             "n_embd % head_dim == 0",
-            "full_heads <= n_embd // head_dim",
             "window > 0",
             "num_experts == 0 or 0 < experts_per_token <= num_experts <= 256",
             "num_experts == 0 or 2 * n_embd % experts_per_token == 0",
@@ -84,13 +82,12 @@ class Config:  # saved with the weights
 
 SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
-    (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, eval_seq_len=512, full_heads=4,
+    (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=256, eval_seq_len=512,
                device_batch_size=16, total_batch_size=2**12, ngram_rows=40_960)),  # no GPU
     (1e12, Config(depth=3, n_embd=384)),
     (70e12, Config(depth=4, n_embd=384)),
-    (145e12, Config(depth=6, n_embd=512, full_heads=4, device_batch_size=64, total_batch_size=2**16)),
-    (600e12, Config(depth=7, n_embd=768, full_heads=6, device_batch_size=128, total_batch_size=2**17,
-                    num_experts=32)),
+    (145e12, Config(depth=6, n_embd=512, device_batch_size=64, total_batch_size=2**16)),
+    (600e12, Config(depth=7, n_embd=768, device_batch_size=128, total_batch_size=2**17, num_experts=32)),
 )
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
@@ -221,21 +218,29 @@ def fa2(q, k, v, window, shift):
     args = q, k, v, None, None, T, T, 0.0, True, False
     return flash(*args, window_size_left=window, window_size_right=0)[0]
 
+def sdpa_window(q, k, v, window):
+    """Pieces of `window` queries, each with its own keys and those of the piece before."""
+    i, pieces = torch.arange(q.size(1), device=q.device), []
+    for start in range(0, len(i), window):
+        here, seen = slice(start, start + window), slice(max(0, start - window), start + window)
+        mask = (i[seen] <= i[here, None]) & (i[seen] >= i[here, None] - window)  # (query, key)
+        qkv = (t.transpose(1, 2) for t in (q[:, here], k[:, seen], v[:, seen]))
+        pieces.append(F.scaled_dot_product_attention(*qkv, attn_mask=mask).transpose(1, 2))
+    return torch.cat(pieces, dim=1)
+
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the text is cut into pieces of `window` tokens that see only themselves.
     Every other layer's cuts are shifted by zeros in front, which also serve as an attention sink.
-    Without a shift, a mask makes the window."""
+    Shift None: a true window."""
     B, T, H, D = q.shape
-    W, S = (T, 0) if shift is None or window >= T else (window, shift)
+    if shift is None and window < T:
+        return sdpa_window(q, k, v, window)
+    W, S = (T, 0) if window >= T else (window, shift)
     end = -(S + T) % W  # zeros that fill the last piece
     if S + end > 0:
         q, k, v = (F.pad(t, (0, 0, 0, 0, S, end)) for t in (q, k, v))
     q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1) for t in (q, k, v))  # (pieces, W, H, D)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if window < W:
-        i = torch.arange(T, device=q.device)
-        mask = (i <= i[:, None]) & (i >= i[:, None] - window)  # (query, key)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     return y.reshape(B, -1, H, D)[:, S : S + T]
 
@@ -252,9 +257,8 @@ class Attention(nn.Module):
         super().__init__()
         C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
         self.n_head, self.head_dim, self.attend = H, D, attention(kind)
-        self.full_heads = config.full_heads if i % 4 == 0 else 0
-        self.context, self.window = config.seq_len, min(config.window, config.seq_len)
-        self.shift = self.window // 2 if i % 2 else 0  # of the cuts in sdpa()
+        self.window = config.seq_len if i % 4 == 0 else min(config.window, config.seq_len)
+        self.shift = None if self.window == config.seq_len else (i % 2) * self.window // 2  # see sdpa()
         self.qkv = [C, C, C]  # widths of queries, keys, values
         self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
         self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
@@ -268,7 +272,7 @@ class Attention(nn.Module):
         self.register_buffer("slow", slow, persistent=False)
 
     def forward(self, x, idx, cos, sin):
-        H, full = self.n_head, self.full_heads
+        H = self.n_head
         q, k, v = self.c_qkv(x).split(self.qkv, -1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)
         gate = 2 * torch.sigmoid(self.gate(x[..., :32])).unsqueeze(-1)  # (B, T, H or 2H, 1)
@@ -278,14 +282,7 @@ class Attention(nn.Module):
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
         # Half of each key comes from the previous token: an induction head in one layer
         k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
-        y = []
-        if full > 0:
-            qkv = q[:, :, :full], k[:, :, :full], v[:, :, :full]
-            y.append(self.attend(*qkv, self.context, None))
-        if full < H:
-            q, k, v = q[:, :, full:], k[:, :, full:], v[:, :, full:]
-            y.append(self.attend(q, k, v, self.window, self.shift))
-        y = torch.cat(y, dim=2) * gate[:, :, :H]
+        y = self.attend(q, k, v, self.window, self.shift) * gate[:, :, :H]
         return self.c_proj(y.flatten(2))
 
 def leaky_relu_squared(x):
@@ -424,8 +421,7 @@ class GPT(nn.Module):
         share = c.experts_per_token / max(1, c.num_experts)  # of the experts
         matrices = [p for p in {*self.parameters()} - tables if p.ndim > 1]
         weights = sum(p.numel() * (share if p.ndim == 3 else 1) for p in matrices)
-        heads = [block.attn for block in self.blocks]
-        keys = sum(a.full_heads * c.seq_len + (a.n_head - a.full_heads) * a.window for a in heads)
+        keys = sum(block.attn.n_head * block.attn.window for block in self.blocks)
         return 6 * weights + 12 * c.head_dim * keys
 
 @torch.no_grad()

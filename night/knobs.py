@@ -113,7 +113,7 @@ def neighbours(name: str, value: int, sizes: dict[str, float | None]) -> list[in
 
     if name == "n_embd":
         unit = other("head_dim")
-        return [unit * heads for heads in range(max(other("full_heads"), value // unit - 2), value // unit + 3)]
+        return [unit * heads for heads in range(max(1, value // unit - 2), value // unit + 3)]
     if value < 16:
         return list(range(max(1, value - 2), value + 3))
     around = [value // 4, value // 2, value, value * 2, value * 4] if value & (value - 1) == 0 else []

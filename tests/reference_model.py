@@ -18,11 +18,11 @@ SLOPE = 0.3  # of the MLP's LeakyReLU^2 below zero
 
 @dataclass(frozen=True)
 class Model:
-    """layers: objects with window, full_heads, shift and value_embed (None: it has none), as train.Attention.
+    """layers: objects with window, shift and value_embed (None: it has none), as train.Attention.
 
     Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`. A shift
     puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where the
-    window holds the whole sequence, there is one piece and no shift; so it is for the first `full_heads` heads.
+    window holds the whole sequence, there is one piece and no shift. A layer whose shift is None slides.
     With value_embed the token's embedding enters the values, and the first embeddings the stream.
     """
 
@@ -42,10 +42,10 @@ def rms_norm(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def seen(model: Model, layer, h: int, t: int, T: int) -> tuple[int, int]:
-    """How many zeros head h of position t attends to, and the earliest of the positions before it."""
-    window = T if h < layer.full_heads else layer.window
-    if model.sliding:
+def seen(model: Model, layer, t: int, T: int) -> tuple[int, int]:
+    """How many zeros position t attends to, and the earliest of the positions before it."""
+    window = layer.window
+    if model.sliding or layer.shift is None:
         return 0, max(0, t - window)
     shift = layer.shift if window < T else 0
     begin = (t + shift) // window * window - shift  # of its piece
@@ -102,7 +102,7 @@ def attention(model: Model, layer, weights: dict[str, Tensor], x: Tensor, tokens
         keys = torch.cat([keys[:, : D // 4], before[:, D // 4 :]], dim=1)
         rows = []
         for t in range(T):
-            zeros, first = seen(model, layer, h, t, T)
+            zeros, first = seen(model, layer, t, T)
             exps = ((queries[t] * keys[first : t + 1].conj()).real.sum(-1) / math.sqrt(D)).exp()
             rows.append(exps / (zeros + exps.sum()) @ values[first : t + 1])  # exp(0) for each zero
         heads.append(gates[:, h, None] * torch.stack(rows))

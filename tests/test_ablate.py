@@ -21,7 +21,7 @@ def losses(left_out: tuple[str, ...]) -> list[float]:
     name = "ablated"
     sys.modules[name] = module = types.ModuleType(name)
     exec(compile(without(TRAIN, left_out), name, "exec"), module.__dict__)
-    config = module.Config(2, 64, 32, 64, 16, 1, 2, 2 * 64, 512, num_experts=4, vocab_size=32)
+    config = module.Config(2, 64, 32, 64, 16, 2, 2 * 64, 512, num_experts=4, vocab_size=32)
     torch.manual_seed(1)
     model = module.build_model(config, torch.device("cpu"), harness.named_gpu("cpu"))
     model.train()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import train
 
 CONFIG = train.Config(
-    depth=1, n_embd=32, head_dim=16, seq_len=64, window=64, full_heads=1, device_batch_size=2, total_batch_size=128,
+    depth=1, n_embd=32, head_dim=16, seq_len=64, window=64, device_batch_size=2, total_batch_size=128,
     ngram_rows=64, num_experts=4, experts_per_token=2,
 )  # fmt: skip
 

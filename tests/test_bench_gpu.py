@@ -29,7 +29,7 @@ def test_the_published_port_takes_what_it_took():
     "depth, n_embd, experts, tokens_per_sec, memory_gb", [(9, 640, 0, 1.224e6, 41.4), (7, 768, 32, 0.934e6, 46.2)]
 )
 def test_an_h200_takes_what_it_took(depth, n_embd, experts, tokens_per_sec, memory_gb):
-    size = dict(depth=depth, n_embd=n_embd, full_heads=n_embd // 128, num_experts=experts)
+    size = dict(depth=depth, n_embd=n_embd, num_experts=experts)
     size |= dict(seq_len=2048, device_batch_size=64)
     config = dataclasses.replace(bench_gpu.size_for("H200"), **size)
     if (config.total_batch_size, config.ngram_rows, train.NGRAMS) != (2**17, 2_621_440, (2, 3, 4)):
@@ -131,11 +131,10 @@ def test_recorded_flops_are_those_that_train_counts(predicted):
             flops[kernel.kind] += kernel.flops / T4.total_batch_size  # a KeyError is a GEMM in fp32
     T, H, triangles, squares = T4.seq_len, T4.n_embd // T4.head_dim, 0, 0
     for layer in (block.attn for block in predicted["model"].blocks):
-        pieces, rest = T // layer.window + (layer.shift > 0), H - layer.full_heads
-        squares += layer.full_heads * T * T + rest * T * layer.window
+        pieces = T // layer.window + bool(layer.shift)
+        squares += H * T * layer.window
         # the lower triangle and half a tile, where train.py counts the square
-        triangles += layer.full_heads * T * (T + ATTENTION_TILE)
-        triangles += rest * pieces * layer.window * (layer.window + ATTENTION_TILE)
+        triangles += H * pieces * layer.window * (layer.window + ATTENTION_TILE)
     assert flops["attention forward"] == 2 * T4.head_dim * triangles / T
     assert flops["attention backward"] == 2.5 * flops["attention forward"]
     assert flops["GEMM"] + 12 * T4.head_dim * squares / T == pytest.approx(predicted["flops_per_token"], rel=0.02)

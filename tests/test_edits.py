@@ -21,7 +21,7 @@ from harness import GPU, Clock
 
 SOURCE = (ROOT / "train.py").read_text()
 STEPS = 4
-TINY = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=32, full_heads=1, device_batch_size=4)
+TINY = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=32, device_batch_size=4)
 TINY |= dict(total_batch_size=256, ngram_rows=512)
 
 
@@ -175,7 +175,7 @@ EDITS = {
     # What has always worked, or nearly
     "deeper": Edit(sizes=dict(depth=5)),
     "wider": Edit(sizes=dict(n_embd=96)),
-    "other heads": Edit(sizes=dict(head_dim=16, full_heads=3)),
+    "other heads": Edit(sizes=dict(head_dim=16)),
     "half the context": Edit(sizes=dict(seq_len=32)),
     "accumulated gradients": Edit(sizes=dict(device_batch_size=1)),
     "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
@@ -201,7 +201,7 @@ EDITS = {
         return loss
 """),
     ]),
-    "full heads elsewhere": replace("full_heads if i % 4 == 0 else 0", "full_heads if i % 4 == 1 else 0"),
+    "full context elsewhere": replace("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
     "ALiBi": Edit([
         (f"    y = {SDPA}", f"{ALIBI}    y = {SDPA}".replace("is_causal=True", "attn_mask=bias")),
@@ -215,7 +215,7 @@ EDITS = {
 }  # fmt: skip
 RARE = {  # tested with -m slow alone: rare, or never known to fail
     "Lion by hand", "a convolution", "T = 397, a prime", "frozen tables", "deeper", "wider", "other heads",
-    "half the context", "cosine schedule", "warm-up", "windows that grow", "full heads elsewhere",
+    "half the context", "cosine schedule", "warm-up", "windows that grow", "full context elsewhere",
     "fp32 everywhere", "parallel attention and MLP",
 }  # fmt: skip
 

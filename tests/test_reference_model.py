@@ -16,14 +16,14 @@ from reference_model import relative_error
 import train
 
 CONFIG = train.Config(
-    depth=4, n_embd=48, head_dim=16, seq_len=24, window=8, full_heads=1, device_batch_size=2, total_batch_size=48,
+    depth=4, n_embd=48, head_dim=16, seq_len=24, window=8, device_batch_size=2, total_batch_size=48,
     ngram_rows=64, vocab_size=40,
 )  # fmt: skip
 T = CONFIG.seq_len
-LAYERS = {  # (full heads, window, shift) of each
-    "cuts in one place": ((0, T, 0), (0, 8, 0), (0, 12, 0), (0, T, 0)),
-    "shifted cuts": ((0, 8, 0), (0, 12, 3), (1, 8, 4), (0, T, T // 2)),
-    "some heads see all": ((2, 8, 0), (3, 12, 3), (1, 8, 4), (1, 12, 0)),
+LAYERS = {  # (window, shift) of each; shift None: windows slide
+    "cuts in one place": ((T, 0), (8, 0), (12, 0), (T, 0)),
+    "shifted cuts": ((8, 0), (12, 3), (8, 4), (T, T // 2)),
+    "some windows slide": ((T, None), (12, 3), (7, None), (12, 0)),
 }
 
 
@@ -33,7 +33,7 @@ def build(layers: str, attention="sdpa", dtype=torch.float32, experts=(0, 1)) ->
     model = train.GPT(config, dtype, attention)
     model.init_weights()
     for block, values in zip(model.blocks, LAYERS[layers], strict=True):
-        block.attn.full_heads, block.attn.window, block.attn.shift = values
+        block.attn.window, block.attn.shift = values
     return model
 
 
@@ -103,7 +103,7 @@ def test_logits_and_gradients_are_those_of_the_formulas(attention, layers, exact
 @pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 1), (4, 2), (3, 3)])
 def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_token):
     """So no token is dropped, however uneven the load."""
-    model = build("some heads see all", experts=(experts, per_token))
+    model = build("some windows slide", experts=(experts, per_token))
     assert_agrees(model, 1e-4)
     loads = torch.stack([block.experts.load for block in model.blocks]) / 2  # of two forwards
     even = per_token * 2 * T / experts
@@ -192,12 +192,11 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
         assert bounded if kind in uniform else not bounded, f"{name} is drawn from another distribution"
 
 
-def test_layers_are_counted_from_the_last_one_where_heads_see_the_whole_context():
-    """Of every four, in three all heads have the window. Every other layer has a value embedding, the rest a shift."""
+def test_layers_are_counted_from_the_last_one_which_sees_the_whole_context():
+    """Of every four, three have the window. Every other layer has a value embedding, the rest a shift."""
     for depth in (8, 7):
-        blocks = train.GPT(dataclasses.replace(CONFIG, depth=depth, full_heads=2), torch.float32, "sdpa").blocks
-        assert [block.attn.full_heads for block in blocks] == [0, 0, 0, 2, 0, 0, 0, 2][-depth:]
-        assert {block.attn.window for block in blocks} == {8}
+        blocks = train.GPT(dataclasses.replace(CONFIG, depth=depth), torch.float32, "sdpa").blocks
+        assert [block.attn.window for block in blocks] == [8, 8, 8, T, 8, 8, 8, T][-depth:]
         assert [block.attn.value_embed is not None for block in blocks] == ([False, True] * 4)[-depth:]
         assert [block.x0_lambda is not None for block in blocks] == ([False, True] * 4)[-depth:]
-        assert [block.attn.shift for block in blocks] == ([4, 0] * 4)[-depth:]
+        assert [block.attn.shift for block in blocks] == ([4, 0, 4, None] * 2)[-depth:]

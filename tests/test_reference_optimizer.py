@@ -202,7 +202,7 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
 
 def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
     """The optimizer of a small model, and the group of each parameter by its name; each is in exactly one."""
-    model = train.GPT(train.Config(3, 48, 16, 16, 8, 3, 2, 32, 64, 2, vocab_size=40), torch.float32, "sdpa")
+    model = train.GPT(train.Config(3, 48, 16, 16, 8, 2, 32, 64, 2, vocab_size=40), torch.float32, "sdpa")
     optimizer = train.make_optimizer(model)
     names = {p: name for name, p in model.named_parameters()}
     held = [(names[p], group) for group in optimizer.param_groups for p in group["params"]]

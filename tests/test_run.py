@@ -37,7 +37,7 @@ import torch, harness, prepare, train
 from harness import experiment
 
 sys.argv[0] = "train.py"
-train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512)),)
+train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
@@ -477,7 +477,7 @@ LENGTH = "assert T <= len(self.cos)"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
-    "sizes": (LENGTH, LENGTH.replace("<=", "<"), ("AssertionError", "assert T <", "loss = model(x, y) / grad_")),
+    "sizes": (LENGTH, LENGTH.replace("<=", "<"), ("AssertionError", "assert T <", "harness.warm_up(")),
 }
 
 
@@ -740,7 +740,7 @@ def test_saved_weights_are_the_models_bit_for_bit_also_those_that_an_edit_ties_o
     tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
-    config = train.Config(2, 64, 32, 64, 16, 1, 2, 128, 512, 2, vocab_size=300)
+    config = train.Config(2, 64, 32, 64, 16, 2, 128, 512, 2, vocab_size=300)
     torch.manual_seed(0)
     model = train.build_model(config, torch.device("cpu"), harness.GPU(None, 0.0))
     for p in model.parameters():

@@ -25,7 +25,7 @@ from kernels import quantize_4bit
 
 VOCAB = 512
 TINY = train.Config(
-    depth=3, n_embd=64, head_dim=32, seq_len=64, eval_seq_len=64, window=64, full_heads=2, device_batch_size=2,
+    depth=3, n_embd=64, head_dim=32, seq_len=64, eval_seq_len=64, window=64, device_batch_size=2,
     total_batch_size=128, ngram_rows=512, vocab_size=VOCAB,
 )  # fmt: skip
 EXPERTS = dataclasses.replace(TINY, num_experts=3, experts_per_token=2)
@@ -112,7 +112,6 @@ def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
     ("sizes", "reason"),
     [
         (dict(head_dim=48), "n_embd % head_dim == 0"),
-        (dict(full_heads=3), "full_heads <= n_embd // head_dim"),
         (dict(window=0), "window > 0"),
         (dict(total_batch_size=100), "total_batch_size % (device_batch_size * seq_len) == 0"),
         (dict(device_batch_size=3, total_batch_size=256), "total_batch_size % (device_batch_size * seq_len) == 0"),

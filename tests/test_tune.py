@@ -39,11 +39,11 @@ SPLIT = (2
 A = B = 0.5; LEFT, RIGHT = 0.6, 12.0; TWICE = 0.2; TWICE = 0.3
 if NAME: INNER = 1 << -1
 class Config:
-    depth: int; n_embd: int; head_dim: int; seq_len: int; window: int; full_heads: int; total_batch_size: int
+    depth: int; n_embd: int; head_dim: int; seq_len: int; window: int; total_batch_size: int
     device_batch_size: int = 2
 SIZES = (  # from
-    (0, Config(3, 128, 32, 256, full_heads=4, window=256)), (7e13, Config(4, 384)),
-    (1e12, "é", Config(9)), (1e12, Config(5, 384, 128, 2048, 256, 1, 2**13, experts=32)))
+    (0, Config(3, 128, 32, 256, window=256)), (7e13, Config(4, 384)),
+    (1e12, "é", Config(9)), (1e12, Config(5, 384, 128, 2048, 256, 2**13, experts=32)))
 """.encode()
 
 # 1.203 where LR is 0.02 and WIDTH is 32, 1.403 at the start; a DEPTH of 1, 4 or 5 crashes
@@ -132,13 +132,13 @@ def test_knobs_are_positive_numbers_that_are_set_once_and_the_sizes_in_use():
     }
     choices = {knob.name: knob.choices for knob in read_knobs(HOSTILE, 0, ["n_embd", "window", "seq_len"])}
     around = (64, 128, 256, 512, 1024)
-    assert choices == {"n_embd": (128, 160, 192), "window": around, "seq_len": around}
+    assert choices == {"n_embd": (64, 96, 128, 160, 192), "window": around, "seq_len": around}
 
 
 def test_a_size_that_replaces_all_rows_is_the_one_in_use_and_defaults_count_beside_it():
-    source = HOSTILE.replace(b"head_dim: int;", b"head_dim: int = 32;") + b"SIZE = Config(7, 64, full_heads=2)\n"
+    source = HOSTILE.replace(b"head_dim: int;", b"head_dim: int = 32;") + b"SIZE = Config(7, 64)\n"
     choices = {knob.name: knob.choices for knob in read_knobs(source, 3, ["depth", "n_embd"])}
-    assert choices == {"depth": (5, 6, 7, 8, 9), "n_embd": (64, 96, 128)}
+    assert choices == {"depth": (5, 6, 7, 8, 9), "n_embd": (32, 64, 96, 128)}
     (head_dim,) = read_knobs(source, 3, ["head_dim"])
     assert b"head_dim: int = 16;" in edit(source, {head_dim: 16})
     assert read_knobs(source.replace(b"SIZE = Config(7", b"SIZE = None  # Config(7"), 0, ["n_embd"])[0].value == 128
@@ -152,7 +152,7 @@ def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
         b"A_LR = 0.0235      # a rate",
         b"STEPS = 123        # of them, [100, 300], [Smith, 2020]",
         b"LONG = 2_300_000   # digits",
-        '    (1e12, "é", Config(9)), (1e12, Config(5, 640, 128, 2048, 1024, 1, 2**14, experts=32)))'.encode(),
+        '    (1e12, "é", Config(9)), (1e12, Config(5, 640, 128, 2048, 1024, 2**14, experts=32)))'.encode(),
     ]
 
 

@@ -28,7 +28,7 @@ import prepare
 import train
 
 T = 64  # tokens in a sequence
-TINY = train.Config(2, 64, 32, T, T, 2, 2, 8 * T, 512, eval_seq_len=T)  # four device batches of two sequences to a step
+TINY = train.Config(2, 64, 32, T, T, 2, 8 * T, 512, eval_seq_len=T)  # four device batches of two sequences to a step
 VALIDATION = texts(6542, count=8)
 Weights = dict[str, torch.Tensor]
 

@@ -175,7 +175,7 @@ IMPORTS, TRACE, TRITON, TRITON_TUNED = 15.0, 0.0126, 0.086, 0.21
 SERVER = 0.5
 
 PORT = train.Config(
-    depth=8, n_embd=512, seq_len=512, window=512, full_heads=4, device_batch_size=16, total_batch_size=2**16,
+    depth=8, n_embd=512, seq_len=512, window=512, device_batch_size=16, total_batch_size=2**16,
     ngram_rows=0, eval_seq_len=512,
 )  # fmt: skip
 

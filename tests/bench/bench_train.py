@@ -28,7 +28,7 @@ RECIPES = {
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
 import dataclasses, inspect, textwrap
-shape = dict(depth=8, n_embd=512, seq_len=2048, window=1024, full_heads=4, num_experts=0)
+shape = dict(depth=8, n_embd=512, seq_len=2048, window=1024, num_experts=0)
 shape |= dict(device_batch_size=128, total_batch_size=2**19)
 config = dataclasses.replace(train.SIZES[-1][1], **shape)
 train.pick_size = lambda gpu: config
@@ -37,7 +37,7 @@ train.NGRAMS = ()
 sources = {}
 for owner, method, ours, theirs in (
     (train.Attention, "forward", "k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
-    (train.Attention, "forward", "y = torch.cat(y, dim=2) * gate[:, :, :H]", "y = torch.cat(y, dim=2)"),
+    (train.Attention, "forward", " * gate[:, :, :H]\n", "\n"),
     (
         train.GPT,
         "trunk",

@@ -40,31 +40,32 @@ EDITS |= {
         "        h = torch.cat([F.pad(h[..., :n], (0, 0, 1, -1)), h[..., n:]], -1)\n",
     ),
     "half of each value is from the token before": (
-        "        y = []\n",
-        "        v = torch.where(self.slow, F.pad(v, (0, 0, 0, 0, 1, -1)), v)\n        y = []\n",
+        "        y = self.attend(",
+        "        v = torch.where(self.slow, F.pad(v, (0, 0, 0, 0, 1, -1)), v)\n        y = self.attend(",
     ),
-    "values are normalized": ("        y = []\n", "        v = norm(v)\n        y = []\n"),
+    "values are normalized": ("        y = self.attend(", "        v = norm(v)\n        y = self.attend("),
     "attention's output is normalized": (
         "self.c_proj(y.flatten(2))",
         "self.c_proj(norm(y.flatten(2)))",
     ),
     "queries are shifted like keys": (
-        "        y = []\n",
-        "        q = torch.where(self.slow, F.pad(q, (0, 0, 0, 0, 1, -1)), q)\n        y = []\n",
+        "        y = self.attend(",
+        "        q = torch.where(self.slow, F.pad(q, (0, 0, 0, 0, 1, -1)), q)\n        y = self.attend(",
     ),
     "half of the shifted half of a key is from two tokens before": (
-        "        y = []\n",
+        "        y = self.attend(",
         "        quarter = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2) >= k.size(-1) * 3 // 8\n"
-        "        k = torch.where(quarter, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n        y = []\n",
+        "        k = torch.where(quarter, F.pad(k, (0, 0, 0, 0, 1, -1)), k)\n        y = self.attend(",
     ),
     "values add a tenth of the mean of all values so far": (
-        "        y = []\n",
-        "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
-        "        mean = (v.float().cumsum(1) / steps).to(v.dtype)\n        v = v + 0.1 * mean\n        y = []\n",
+        "        y = self.attend(",
+        "        steps = torch.arange(1, v.size(1) + 1, device=v.device).view(-1, 1, 1)\n"
+        "        mean = (v.float().cumsum(1) / steps).to(v.dtype)\n"
+        "        v = v + 0.1 * mean\n        y = self.attend(",
     ),
     "the last head is the mean of all values so far": (
         "        return self.c_proj(y.",
-        "        steps = torch.arange(1, T + 1, device=v.device).view(-1, 1, 1)\n"
+        "        steps = torch.arange(1, v.size(1) + 1, device=v.device).view(-1, 1, 1)\n"
         "        mean = (v[:, :, -1:].float().cumsum(1) / steps).to(y.dtype)\n"
         "        y = torch.cat([y[:, :, :-1], mean], 2)\n        return self.c_proj(y.",
     ),
@@ -72,8 +73,8 @@ EDITS |= {
         "        x = x0 = norm(x)\n",
         "        x = x0 = norm(x)\n        x = x + 0.5 * norm(x0.float().cumsum(1)).to(x.dtype)\n",
     ),
-    "full heads one layer earlier": ("full_heads if i % 4 == 0", "full_heads if i % 4 == 1"),
-    "full heads two layers earlier": ("full_heads if i % 4 == 0", "full_heads if i % 4 == 2"),
+    "full context one layer earlier": ("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
+    "full context two layers earlier": ("seq_len if i % 4 == 0", "seq_len if i % 4 == 2"),
     "a document's first token is no target": (
         "loss = model(x, y) / grad",
         "loss = model(x, torch.where(y == config.vocab_size - 4, -1, y)) / grad",
