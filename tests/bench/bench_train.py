@@ -37,7 +37,7 @@ train.NGRAMS = ()
 sources = {}
 for owner, method, ours, theirs in (
     (train.Attention, "forward", "k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)", ""),
-    (train.Attention, "forward", " * gate[:, :, :H]\n", "\n"),
+    (train.Attention, "forward", "self.shift) * gate[:, :, :H]", "self.shift)"),
     (
         train.GPT,
         "trunk",
