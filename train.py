@@ -4,7 +4,7 @@ Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
     python train.py               # 300 s, one row in results.tsv
     python train.py --seconds 30  # a smoke run, not logged
 
-In the line of nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
+After nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
 Data: prepare.py; clock, score and log: harness/; operators: kernels.py.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
 from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
-from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, TokenStream, make_dataloader
+from prepare import TIME_BUDGET, VOCAB_SIZE, TokenStream, make_dataloader
 
 # ---- Hyperparameters. Model sizes: SIZES below. LRs of embeddings and lm_head: at width 768
 
@@ -60,7 +60,7 @@ class Config:  # saved with the weights
     depth: int  # layers
     n_embd: int  # width of the residual stream
     head_dim: int = 128
-    seq_len: int = 1024  # of training; every fourth layer, from the last, sees that far back
+    seq_len: int = 1024  # of training; every fourth layer sees that far back
     window: int = 256  # earlier tokens that the others see; SDPA: length of its pieces
     device_batch_size: int = 32  # sequences per forward pass; fewer if memory runs out
     total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
@@ -94,8 +94,6 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
     """Dtype of activations, kind of attention. A T4 only emulates bf16, whatever torch says."""
     if gpu.capability is None:
         return torch.float32, "sdpa"
-    if gpu.capability < (7, 0):
-        raise PrepareError(f"compute capability {gpu.capability} is below 7.0: use --gpu cpu")
     if gpu.capability < (8, 0):
         return torch.float16, "sdpa"
     return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
@@ -103,8 +101,7 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
 def pick_size(gpu: harness.GPU) -> Config:
     """SIZE, or this GPU's row of SIZES, cut to what the GPU can train."""
     row = max(i for i, (flops, _) in enumerate(SIZES) if gpu.peak_flops >= flops)
-    instead = "SIZE instead of " if SIZE else ""
-    say_once(f"Size by {instead}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
+    say_once(f"Size by {'SIZE instead of ' if SIZE else ''}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
     config = SIZE or SIZES[row][1]
     if config.num_experts and gpu.capability and gpu.capability[0] not in (9, 10):
         say_once("No experts: only sm_90 and sm_10x have a fast F.grouped_mm")
@@ -118,8 +115,8 @@ def scale_batch(config: Config, seconds: float) -> Config:
     """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to a power of two."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
     sequences = max(1, int(config.total_batch_size // config.seq_len * scale))
-    batch = dict(device_batch_size=math.gcd(config.device_batch_size, sequences))
-    return replace(config, total_batch_size=sequences * config.seq_len, **batch)
+    batch, total = math.gcd(config.device_batch_size, sequences), sequences * config.seq_len
+    return replace(config, device_batch_size=batch, total_batch_size=total)
 
 # ---- A parameter declares its init and its optimizer where it is made
 
@@ -258,7 +255,7 @@ class Attention(nn.Module):
         C, D, H = config.n_embd, config.head_dim, config.n_embd // config.head_dim
         self.n_head, self.head_dim, self.attend = H, D, attention(kind)
         self.window = config.seq_len if i % 4 == 0 else min(config.window, config.seq_len)
-        self.shift = None if self.window == config.seq_len else (i % 2) * self.window // 2  # see sdpa()
+        self.shift = None if self.window == config.seq_len else (i % 2) * self.window // 2
         self.qkv = [C, C, C]  # widths of queries, keys, values
         self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
         self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
@@ -416,13 +413,12 @@ class GPT(nn.Module):
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)
 
     def flops_per_token(self):
-        """As in nanochat: 6 per active matrix weight, 12 * head_dim per head and key it sees."""
+        """As in nanochat: 6 per active matrix weight, 12 * n_embd per key that a layer sees."""
         c, tables = self.config, {m.weight for m in self.modules() if isinstance(m, nn.Embedding)}
         share = c.experts_per_token / max(1, c.num_experts)  # of the experts
         matrices = [p for p in {*self.parameters()} - tables if p.ndim > 1]
         weights = sum(p.numel() * (share if p.ndim == 3 else 1) for p in matrices)
-        keys = sum(block.attn.n_head * block.attn.window for block in self.blocks)
-        return 6 * weights + 12 * c.head_dim * keys
+        return 6 * weights + 12 * c.n_embd * sum(block.attn.window for block in self.blocks)
 
 @torch.no_grad()
 def update_buffers(model):
@@ -494,8 +490,9 @@ class MuonAdamW(torch.optim.AdamW):
         self.row_grads = {}  # by table: (ids, gradients) of its lookups since zero_grad()
         for group in self.param_groups:
             if group["kind"] == "rows":
-                group["state"] = [torch.zeros(len(p), 2, device=p.device) for p in group["params"]]
-                for p in group["params"]:  # weak: if the optimizer is gone, gradients are dense
+                tables = group["params"]
+                group["moments"] = [torch.zeros(len(p), 2, device=p.device) for p in tables]
+                for p in tables:  # weak: if the optimizer is gone, gradients are dense
                     self.row_grads[p], p.optimizer = [], weakref.ref(self)
 
     def zero_grad(self, set_to_none=True):
@@ -546,11 +543,11 @@ class MuonAdamW(torch.optim.AdamW):
     def step_rows(self, group, loss_scale, found_inf):
         """After unscale_(), row_grads are still scaled: Adam does not mind."""
         settings = group["lr"], group["beta2"], group["half_lr"]
-        for p, state in zip(group["params"], group["state"]):
+        for p, moments in zip(group["params"], group["moments"]):
             assert p.grad is None, f"a table {tuple(p.shape)} that is not only looked up needs adamw()"
             if row_grads := self.row_grads[p]:
                 ids, grads = (torch.cat(t) if len(t) > 1 else t[0] for t in zip(*row_grads))
-                row_adam_(p, state, ids, grads, *settings, loss_scale, found_inf)
+                row_adam_(p, moments, ids, grads, *settings, loss_scale, found_inf)
                 row_grads.clear()
 
 def make_optimizer(model: GPT) -> MuonAdamW:
@@ -607,7 +604,7 @@ def reset_tables(model, optimizer, clock, epoch_tokens, epochs_left):
     if left // epoch_tokens < epochs_left:
         tensors = [table.weight for table in model.ngram_embeds]
         for group in optimizer.param_groups:
-            tensors += group["state"] if group.get("kind") == "rows" else []
+            tensors += group.get("moments", [])
         for tensor in tensors:
             nn.init.zeros_(tensor)
     return left // epoch_tokens
@@ -633,9 +630,10 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU) 
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")
     clock.stop()
-    numerics = f"{model.dtype}/{model.attention}".removeprefix("torch.")
-    skipped_steps = int(getattr(optimizer, "num_skipped", 0))
-    return model.eval(), dict(depth=config.depth, numerics=numerics, skipped_steps=skipped_steps)
+    return model.eval(), dict(
+        depth=config.depth,
+        numerics=f"{model.dtype}/{model.attention}".removeprefix("torch."),
+        skipped_steps=int(getattr(optimizer, "num_skipped", 0)))
 
 if __name__ == "__main__":
     harness.run(train, build_model)

@@ -61,6 +61,8 @@ def check_kernels() -> None:
     import torch
 
     here = torch.cuda.get_device_capability()
+    if here < (7, 0):
+        raise PrepareError(f"compute capability {here} is below 7.0, which Triton needs: use --gpu cpu")
     built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
     built = [(kind, divmod(int(number), 10)) for kind, number in built]
     if built and not any(a <= here and (kind == "compute" or a[0] == here[0]) for kind, a in built):

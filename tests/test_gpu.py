@@ -128,13 +128,9 @@ def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_
     assert "taken for compute capability 7.5, 1500 MHz, 61 TFLOP/s" in capsys.readouterr().out
     harness.pick_gpu("T4")
     assert capsys.readouterr().out == "", "one that is named is known"
-    machine("Tesla P100", (6, 0), 56, 1480)
-    assert harness.this_gpu().peak_flops > 0  # train.py refuses it
 
 
-@pytest.mark.parametrize(
-    "capability, fix", [((7, 0), "whl/cu126"), ((8, 6), None), ((12, 0), None), ((6, 1), "whl/cu126")]
-)
+@pytest.mark.parametrize("capability, fix", [((7, 0), "whl/cu126"), ((8, 6), None), ((12, 0), None)])
 def test_a_gpu_that_this_pytorch_has_no_kernels_for_is_refused_with_the_index_that_has_them(
     capability, fix, machine, monkeypatch
 ):
@@ -150,6 +146,13 @@ def test_a_gpu_that_this_pytorch_has_no_kernels_for_is_refused_with_the_index_th
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
         with pytest.raises(prepare.PrepareError, match="the newest"):
             harness.pick_gpu()
+
+
+def test_a_gpu_that_triton_does_not_know_is_refused(machine):
+    machine("Tesla P100", (6, 0), 56, 1480)
+    with pytest.raises(prepare.PrepareError, match=r"\(6, 0\) is below 7.0.*--gpu cpu"):
+        harness.pick_gpu()
+    assert harness.this_gpu().peak_flops > 0 and harness.pick_gpu("cpu")[0].type == "cpu"
 
 
 def test_a_gpu_that_is_mostly_taken_is_told_of_before_memory_runs_out(machine, monkeypatch, capsys):

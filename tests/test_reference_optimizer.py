@@ -193,7 +193,7 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
         assert p.grad is None and not optimizer.row_grads[p]
         moved = (p.detach() != before).any(1).tolist()
         assert moved == [False, True, False, scale == 1, False]
-    (state,) = optimizer.param_groups[0]["state"]
+    (state,) = optimizer.param_groups[0]["moments"]
     assert state.dtype == torch.float32 and state.tolist() == [[0, 0], [1, 2], [0, 0], [1, 1], [0, 0]]
 
 

@@ -376,7 +376,8 @@ def predict(config: train.Config, gpu: str = "T4", fa3: bool = True) -> dict:
         rows[key] = [a + b for a, b in zip(rows[key], (took, kernel.flops, kernel.bytes, 1), strict=True)]
     # recorder.saved: what compiled forwards keep for their backwards, of all micro-batches
     activations = recorder.saved * config.device_batch_size * config.seq_len // config.total_batch_size
-    states = [*optimizer.state.values(), *(group.get("state") for group in optimizer.param_groups)]
+    groups = optimizer.param_groups
+    states = [*optimizer.state.values(), *(group.get(key) for group in groups for key in ("state", "moments"))]
     tables = nbytes(*model.ngram_embeds.parameters())  # of whose gradient there is a row per token
     sparse = tables * config.total_batch_size // max(1, config.ngram_rows)
     gradients = nbytes(*model.parameters()) - tables + sparse
