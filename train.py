@@ -215,14 +215,18 @@ def fa2(q, k, v, window, shift):
     args = q, k, v, None, None, T, T, 0.0, True, False
     return flash(*args, window_size_left=window, window_size_right=0)[0]
 
+def sdpa_piece(q, k, v, mask=None):
+    """Tokens (B, T, H, D), causal or by a mask (query, key)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
+
 def sdpa_window(q, k, v, window):
     """Pieces of `window` queries, each with its own keys and those of the piece before."""
     i, pieces = torch.arange(q.size(1), device=q.device), []
     for start in range(0, len(i), window):
         here, seen = slice(start, start + window), slice(max(0, start - window), start + window)
-        mask = (i[seen] <= i[here, None]) & (i[seen] >= i[here, None] - window)  # (query, key)
-        qkv = (t.transpose(1, 2) for t in (q[:, here], k[:, seen], v[:, seen]))
-        pieces.append(F.scaled_dot_product_attention(*qkv, attn_mask=mask).transpose(1, 2))
+        mask = (i[seen] <= i[here, None]) & (i[seen] >= i[here, None] - window)
+        pieces.append(sdpa_piece(q[:, here], k[:, seen], v[:, seen], mask))
     return torch.cat(pieces, dim=1)
 
 def sdpa(q, k, v, window, shift):
@@ -236,10 +240,8 @@ def sdpa(q, k, v, window, shift):
     end = -(S + T) % W  # zeros that fill the last piece
     if S + end > 0:
         q, k, v = (F.pad(t, (0, 0, 0, 0, S, end)) for t in (q, k, v))
-    q, k, v = (t.unflatten(1, (-1, W)).flatten(0, 1) for t in (q, k, v))  # (pieces, W, H, D)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    return y.reshape(B, -1, H, D)[:, S : S + T]
+    pieces = (t.unflatten(1, (-1, W)).flatten(0, 1) for t in (q, k, v))  # (pieces, W, H, D)
+    return sdpa_piece(*pieces).reshape(B, -1, H, D)[:, S : S + T]
 
 @functools.cache
 def attention(kind):

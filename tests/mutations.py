@@ -129,7 +129,7 @@ SECTIONS = [
         ("i[here, None] - window)", "i[here, None] - window + 1)"),
         ("(i[seen] <= i[here, None]) &", "(i[seen] <= i[here, None] + 1) &"),
         ("max(0, start - window)", "start"),
-        ("y.reshape(B, -1, H, D)[:, S : S + T]", "y.reshape(B, -1, H, D)[:, :T]"),
+        ("reshape(B, -1, H, D)[:, S : S + T]", "reshape(B, -1, H, D)[:, :T]"),
         ("in reversed(range(config.depth))", "in range(config.depth)"),
         ("std=0.001", "std=0.02"),
     ]),

@@ -95,12 +95,13 @@ BLOCK = "        self.experts = Experts(config) if config.num_experts else None\
 HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
 LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
 QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"
-SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+SDPA = "    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)"
 ALIBI = """\
-    distance = torch.arange(W, device=q.device)[:, None] - torch.arange(W, device=q.device)
-    slope = 2.0 ** -torch.arange(1, H + 1, device=q.device).view(-1, 1, 1)
-    bias = torch.where(distance < 0, -torch.inf, -slope * distance).to(q.dtype)
-"""
+    i = torch.arange(k.size(-2), device=q.device)
+    distance = i[-q.size(-2) :, None] - i
+    slope = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(-1, 1, 1)
+    bias = torch.where((distance >= 0) if mask is None else mask, -slope * distance, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype))"""
 INIT = "        model.init_weights()\n    if device.type"
 
 EDITS = {
@@ -204,7 +205,7 @@ EDITS = {
     "full context elsewhere": replace("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
     "ALiBi": Edit([
-        (f"    y = {SDPA}", f"{ALIBI}    y = {SDPA}".replace("is_causal=True", "attn_mask=bias")),
+        (SDPA, ALIBI),
         ('"fa3" if gpu.has_fa3 else "fa2"', '"sdpa"'),
     ]),
     "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),

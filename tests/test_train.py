@@ -333,7 +333,7 @@ def test_the_trunk_compiles_with_exact_windows(monkeypatch, exact_windows, atten
 def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(monkeypatch, capability, fast):
     allowed = []
 
-    def attention(q, k, v, is_causal):
+    def attention(q, k, v, mask, is_causal):
         cuda = torch.backends.cuda
         allowed.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()))
         return v
