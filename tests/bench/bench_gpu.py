@@ -288,7 +288,7 @@ def fa2(q, k, v, window, shift):
     return flash_forward(q, k, v, window)[0]
 
 
-def sdpa_by_flash(q, k, v, is_causal):
+def sdpa_by_flash(q, k, v, mask, is_causal):
     return flash_forward(*(t.transpose(1, 2) for t in (q, k, v)), q.size(2))[0].transpose(1, 2)
 
 

@@ -114,7 +114,7 @@ class RMSNorm(torch.autograd.Function):
         return _fused_rms_norm_backward(grad, x, x.shape[-1:], scale, None, [True, False])[0], None
 
 
-def attend(q, k, v, is_causal):
+def attend(q, k, v, mask, is_causal):
     """SDPA's first choice: cuDNN, which has no fp16 before sm_80."""
     kind = "efficient" if q.dtype == torch.float16 else "cudnn"
     return getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")(q, k, v, None, True, 0.0, is_causal)[0]
