@@ -9,11 +9,12 @@ from harness.clock import Clock
 from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, parse_row
 from harness.device import pick_gpu
 from harness.ending import crash_reason, handle_signals
-from harness.experiment import mfu_percent, run, score
+from harness.experiment import run
 from harness.git import DECISIVE, clean_environment, git_head, git_problem, run_git, uncommitted
 from harness.gpu import GPU, GPUS, fa3_installed, gpu_name, load_fa3, named_gpu, peak_flops, this_gpu
 from harness.log import add_row, edit_log, log_result, parse_log, read_results
 from harness.record import night_record
+from harness.summary import mfu_percent, score
 from harness.warmup import start_compiler, warm_up
 from harness.weights import load_weights, sample, save_weights
 

@@ -1,4 +1,4 @@
-"""The budget of a run, its losses and its curve."""
+"""The budget of a run, and its losses: what it prints, and what curve.tsv keeps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class Clock:
         self.steps = self.tokens = 0
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
-        self._pending = None  # the last step, whose loss is unread
-        self._losses = []  # those since the last printed line
-        self._line = -1  # last progress tick printed (of 200)
+        self._losses = LossReader()
 
     def start(self) -> None:
         gc.collect()
@@ -65,42 +63,14 @@ class Clock:
 
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
         """Call after each step. loss: scalar tensor, best on the device, or a number, for which the host has waited;
-        epoch: of the training text; lr: for curve.tsv."""
-        import torch
-
+        epoch: of the training text; lr: for curve.tsv. Raises FloatingPointError, a step late, unless loss < 100."""
         assert self.started is not None, "train() must start the clock before its first step"
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        loss = torch.as_tensor(loss).detach()
-        host = loss.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
-        pending = host, copied, self.progress(), self.steps, now, self.tokens, epoch, lr
-        self._read_loss()
-        self._pending = pending
-
-    def _read_loss(self, last: bool = False) -> None:
-        """Reads losses one step late, so that the host never waits for the step it has just launched.
-
-        Prints a line per 1/200 of the budget. Raises FloatingPointError unless loss < 100.
-        """
-        if self._pending is None:
-            return
-        host, copied, progress, step, now, tokens, epoch, lr = self._pending
-        if copied is not None:
-            copied.synchronize()
-        loss = host.item()
-        if not loss < 100:  # NaN included
-            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
-        self._losses.append(loss)
-        if last or int(200 * progress) > self._line:
-            mean, rate = statistics.fmean(self._losses), "" if lr is None else f"{lr:.6g}"
-            line = f"step {step:05d} ({100 * progress:.1f}%) | loss {mean:.4f} | {tokens / now:,.0f} tok/s"
-            print(f"{line} | epoch {epoch} | {now:.0f} s", flush=True)
-            write_record("curve.tsv", f"{step}\t{now:.2f}\t{tokens}\t{mean:.4f}\t{rate}\n", "a")
-            self._losses, self._line = [], int(200 * progress)
+        self._losses.add(loss, self.progress(), self.steps, now, self.tokens, epoch, lr)
 
     def stop(self) -> float:
         """Waits for the last step, checks its loss and returns the training time in seconds."""
@@ -109,12 +79,50 @@ class Clock:
             self.stopped = time.perf_counter()
             tell(tokens=self.tokens)
             self.release()
-            self._read_loss(last=True)
+            self._losses.read(last=True)
         return self.elapsed()
 
     def release(self) -> None:
         """Cancels the pending stack trace."""
         faulthandler.cancel_dump_traceback_later()
+
+
+class LossReader:
+    """Reads losses one step late, so that the host never waits for the step it has just launched. Prints a line per
+    1/200 of the budget, with the mean loss since the last one, and adds it to curve.tsv."""
+
+    def __init__(self):
+        self.pending = None  # the last step, whose loss is unread
+        self.losses = []  # those since the last printed line
+        self.line = -1  # last progress tick printed (of 200)
+
+    def add(self, loss, *step) -> None:
+        """Reads the loss of the step before. step: progress, number, seconds, tokens, epoch, lr."""
+        import torch
+
+        loss = torch.as_tensor(loss).detach()
+        host = loss.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
+        self.read()
+        self.pending = host, copied, *step
+
+    def read(self, last: bool = False) -> None:
+        """Raises FloatingPointError unless loss < 100."""
+        if self.pending is None:
+            return
+        host, copied, progress, step, now, tokens, epoch, lr = self.pending
+        if copied is not None:
+            copied.synchronize()
+        loss = host.item()
+        if not loss < 100:  # NaN included
+            raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
+        self.losses.append(loss)
+        if last or int(200 * progress) > self.line:
+            mean, rate = statistics.fmean(self.losses), "" if lr is None else f"{lr:.6g}"
+            line = f"step {step:05d} ({100 * progress:.1f}%) | loss {mean:.4f} | {tokens / now:,.0f} tok/s"
+            print(f"{line} | epoch {epoch} | {now:.0f} s", flush=True)
+            write_record("curve.tsv", f"{step}\t{now:.2f}\t{tokens}\t{mean:.4f}\t{rate}\n", "a")
+            self.losses, self.line = [], int(200 * progress)
 
 
 def synchronize() -> None:

@@ -6,15 +6,12 @@ import argparse
 import gc
 import io
 import json
-import math
 import os
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import harness
 from harness import remote
@@ -23,11 +20,11 @@ from harness.columns import SEED, budget_name, clean
 from harness.device import pick_gpu
 from harness.ending import crash_reason, handle_signals, on_signal
 from harness.git import git_head
-from harness.gpu import GPU, gpu_name, this_gpu
+from harness.gpu import GPU, gpu_name
 from harness.log import log_result
 from harness.record import night_record, write_record
-from harness.referee import eval_shape, evaluate_bpb
-from harness.warmup import num_params, start_compiler
+from harness.summary import summarize
+from harness.warmup import start_compiler
 from harness.weights import load_weights, sample, save_weights
 from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id
 
@@ -75,20 +72,14 @@ def run(train: Callable, build_model: Callable) -> None:
 
 
 def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU, tokenizer: Tokenizer):
-    """Trains, scores, logs one row however that ends (none if `refusal`), prints the summary and returns the model.
+    """Trains, scores, logs one row however that ends, prints the summary and returns the model.
 
     Once the row is written, SIGINT and SIGTERM simply end the process, and SIGHUP is ignored.
     """
-    import torch
-
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     logged = not by_hand or night_record().get("log")
-    refusal = "" if logged else f"not logged: {by_hand} set by hand (python -m night wave logs it)"
-    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
-    commit, description = git_head()  # now: HEAD may move during the run
-    row = dict(commit=commit, description=description, gpu=gpu_name(args.gpu), dataset=dataset)
-    row |= dict(budget=budget_name(args.seconds, args.tokens), seed=args.seed)
+    row = new_row(args, tokenizer)
     if logged:
         adopt_dataset(tokenizer.directory)
     print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
@@ -98,31 +89,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         assert clock.stopped is not None and clock.steps, "train() must start, advance and stop the clock"
         if not hasattr(model, "config"):  # it is wrapped, as an average of weights may be
             model.config = next(module.config for module in model.modules() if hasattr(module, "config"))
-        start = time.perf_counter()
-        val_bpb, test_bpb = score(model, tokenizer, "val"), None
-        eval_seconds = time.perf_counter() - start
-        if night_record().get("score_test"):
-            test_bpb = score(model, tokenizer, "test")
-            numbers["test_bpb"] = round(test_bpb, 6)
-        memory = torch.cuda.max_memory_allocated()  # bytes; 0 without a GPU
-        seconds, total, tokens_M = clock.elapsed(), process_seconds(), clock.tokens / 1e6
-        summary = {
-            "val_bpb": round(val_bpb, 6),
-            "training_seconds": round(seconds, 1),
-            "total_seconds": round(total, 1),
-            "peak_vram_mb": round(memory / 2**20, 1),
-            "mfu_percent": round(mfu_percent(model, clock, device), 2),
-            "total_tokens_M": round(tokens_M, 1),
-            "num_steps": clock.steps,
-            "num_params_M": round(num_params(model) / 1e6, 1),
-            "depth": numbers.get("depth", "?"),
-            "tokens_per_sec": round(clock.tokens / seconds),
-            "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
-            "eval_seconds": round(eval_seconds, 1),
-            "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
-        }
-        summary |= numbers | summary  # train() adds numbers, and changes none
-        result = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
+        summary, result = summarize(model, clock, device, tokenizer, numbers)
     except BaseException as error:
         clock.release()
         reason = crash_reason(error)
@@ -131,7 +98,12 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         raise
     finally:
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        status = refusal or (log_result(**row, **result) if not remote.channel() else "")  # else night logs it
+        if not logged:
+            status = f"not logged: {by_hand} set by hand (python -m night wave logs it)"
+        elif remote.channel():
+            status = "in results.tsv"  # night logs it
+        else:
+            status = log_result(**row, **result)
         status = "in results.tsv" if night_record().get("log") else status  # a wave may change it later
         summary.setdefault("status", status)  # a crash has set it
         summary |= row
@@ -141,24 +113,10 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     return model
 
 
-def mfu_percent(model, clock: Clock, device) -> float:
-    """Share of the peak FLOP/s of this GPU (not of --gpu's); 0 without a GPU or model.flops_per_token()."""
-    if device.type != "cuda" or not hasattr(model, "flops_per_token"):
-        return 0.0
-    return 100 * model.flops_per_token() * clock.tokens / clock.elapsed() / this_gpu().peak_flops
-
-
-def score(model, tokenizer: Tokenizer, split: str) -> float:
-    """Bits per byte of a split. Raises FloatingPointError if not finite."""
-    if remote.channel():
-        return remote.answer(model, tokenizer.get_vocab_size(), split)
-    bpb = evaluate_bpb(model, tokenizer, *eval_shape(model.config), split)
-    if not math.isfinite(bpb):
-        raise FloatingPointError(f"{split}_bpb is {bpb}")
-    return bpb
-
-
-def process_seconds() -> float:
-    """Seconds since this process started, imports included."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime, since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+def new_row(args: argparse.Namespace, tokenizer: Tokenizer) -> dict:
+    """What a run's row says from the start: HEAD may move during the run."""
+    commit, description = git_head()
+    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
+    budget = budget_name(args.seconds, args.tokens)
+    gpu = gpu_name(args.gpu)
+    return dict(commit=commit, description=description, gpu=gpu, dataset=dataset, budget=budget, seed=args.seed)

@@ -75,8 +75,8 @@ SCORED = ""  # as what it predicts
 
 # By name: an edit, and the reason that it gets
 LIES = {
-    "replaces_the_metric": ("harness.experiment.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1", SCORED),
-    "replaces_the_score": ("harness.experiment.score = lambda *_: 0.1", "no row"),
+    "replaces_the_metric": ("harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1", SCORED),
+    "replaces_the_score": ("harness.summary.score = lambda *_: 0.1", "no row"),
     "replaces_the_referee": (
         "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
         "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
@@ -481,7 +481,7 @@ def test_a_locked_checkout_has_this_clones_harness(tokenizer):
 def test_python_m_night_run_locked(prepared, tokenizer, tmp_path):
     """The command itself, with its own processes."""
     copy_files(tmp_path)
-    edit = f"harness.experiment.evaluate_bpb = lambda *_: 0.1\nharness.log_result(**{FALSE_ROW})"
+    edit = f"harness.summary.evaluate_bpb = lambda *_: 0.1\nharness.log_result(**{FALSE_ROW})"
     (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", edit))
     command = [sys.executable, "-m", "night", "run", "--locked", "--tokens=300"]
     env = os.environ | {"AUTORESEARCH_CACHE": str(prepared), "AUTORESEARCH_RUN": '{"log": true}'}

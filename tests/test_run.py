@@ -34,7 +34,7 @@ PRELUDE = """
 import dataclasses, itertools, math, os, resource, shutil, signal, sys, time
 from types import SimpleNamespace
 import torch, harness, prepare, train
-from harness import experiment
+from harness import experiment, summary
 
 sys.argv[0] = "train.py"
 train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512)),)
@@ -42,7 +42,7 @@ train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512)),)
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
     now = lambda: min(seconds * next(looks), until)
-    harness.clock.time = experiment.time = SimpleNamespace(**vars(time) | {"perf_counter": now})
+    harness.clock.time = summary.time = SimpleNamespace(**vars(time) | {"perf_counter": now})
 
 def replace(module, name, new):
     real = getattr(module, name)
@@ -438,7 +438,7 @@ def line_of(text: str) -> int:
 
 
 LINE = f" line {line_of(LOOP)}"
-SCORE = "replace(experiment, 'evaluate_bpb', lambda *_: {}) or loss"
+SCORE = "replace(summary, 'evaluate_bpb', lambda *_: {}) or loss"
 FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reason in the row
     "nan": ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
     "memory": ("fail(torch.OutOfMemoryError('CUDA out of memory'))", "out of memory", "out of memory"),
@@ -503,7 +503,7 @@ def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clon
 
 # Signals
 
-PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "experiment, 'evaluate_bpb'"}
+PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "summary, 'evaluate_bpb'"}
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -532,7 +532,7 @@ def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, n
 # `timeout` sends SIGTERM twice, impatient people Ctrl-C
 WRITING = "replace(harness.log, 'append', lambda real, *args: (send(NUMBER), real(*args), send(NUMBER)))\n"
 MOMENTS = {  # edit; description of the row; exit status
-    "before the row": ("replace(experiment, 'process_seconds', lambda real: send(15) or real())", "[killed]", 143),
+    "before the row": ("replace(summary, 'process_seconds', lambda real: send(15) or real())", "[killed]", 143),
     "while it is written": (WRITING, "", 0),
     "while that of an interrupt is": (
         f"{WRITING}replace(harness.Clock, 'release', lambda real, clock: send(NUMBER) or real(clock))\n"

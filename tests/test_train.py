@@ -755,7 +755,7 @@ def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lend
     build_model, make_dataloader = train.build_model, train.make_dataloader
     monkeypatch.setattr(train, "build_model", lambda config, _, gpu: build_model(config, CPU, gpu))
     monkeypatch.setattr(train, "make_dataloader", lambda *args: make_dataloader(*args[:-1], CPU))
-    monkeypatch.setattr(harness.experiment, "this_gpu", lambda: GPU((7, 5), 1e6))
+    monkeypatch.setattr(harness.summary, "this_gpu", lambda: GPU((7, 5), 1e6))
     for kind in ("cuda", "cpu"):
         clock = Clock(tokens=128 * 2)
         device = types.SimpleNamespace(type=kind)

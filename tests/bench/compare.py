@@ -35,7 +35,7 @@ sys.path.append({tests!r})
 import compare, prepare
 compare.install(prepare, {saved!r})
 import harness, train
-harness.experiment.evaluate_bpb = prepare.evaluate_bpb
+harness.summary.evaluate_bpb = prepare.evaluate_bpb
 {recipe}
 harness.run(train.train, train.build_model)
 """
