@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import harness
-from night.commits import compiles, move_branch, new_commit, read_train, revert
-from night.git import branch, git, in_history, train_blobs
+from night.git import branch, compiles, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status

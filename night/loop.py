@@ -12,9 +12,8 @@ from time import monotonic, sleep
 
 from night import agent as agents
 from night import proposals
-from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
-from night.git import branch, git, in_history, revisions
+from night.git import branch, commit_train, doubts, git, in_history, read_train, reason_of, revisions
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN

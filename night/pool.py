@@ -15,8 +15,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from night.checkout import LOOK, Checkout
-from night.commits import archive
-from night.git import ROOT
+from night.git import ROOT, archive
 
 # for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}

@@ -16,8 +16,7 @@ from pathlib import Path
 import harness
 import prepare
 from night.checkout import SCRATCH
-from night.commits import archive, read_train
-from night.git import git
+from night.git import archive, git, read_train
 from night.records import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt

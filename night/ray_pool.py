@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import prepare
 from night import checkout
 from night.checkout import GRACE, LOOK, PATIENCE, Checkout
-from night.commits import archive
+from night.git import archive
 from night.pool import PASSIVE, Ended, News, Run, Started, our_files
 from prepare import PrepareError
 

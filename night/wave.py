@@ -13,8 +13,7 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
-from night.commits import doubts
-from night.git import in_history, revisions
+from night.git import doubts, in_history, revisions
 from night.gpus import gpu_names
 from night.live import Board
 from night.noise import with_error

@@ -848,7 +848,7 @@ SECTIONS = [
         ('if name.endswith(".py")]', "]"),
         ('"ls-files --others")', '"ls-files --others --exclude-standard")'),
     ]),
-    ("Git", "night/commits.py", ["test_wave.py", "-k", "unlike_what"], [
+    ("Git", "night/git.py", ["test_wave.py", "-k", "unlike_what"], [
         ("if names := harness.uncommitted():", "if False:"),
         ('[name for name in harness.DECISIVE if name != "train.py"]', '["harness", "prepare.py"]'),
     ]),
@@ -1233,14 +1233,14 @@ SECTIONS = [
         ("    del os.environ[name]", "    pass"),
         ("GIT_CONFIG_GLOBAL=os.devnull, ", ""),
     ]),
-    ("Refs", "night/commits.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
+    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
         ('git("update-ref", ref, commit, "")', 'git("update-ref", ref, commit)'),
         ('f"refs/heads/{name}", commit, before)', 'f"refs/heads/{name}", commit)'),
         ("commit if place.endswith('/') else ''", "''"),
         ('git_bytes("ls-tree", "-rz", commit)', 'git_bytes("archive", commit)'),
         ("for other in (name, *(", "for other in (*("),
     ]),
-    ("Attribution", "night/commits.py", ["test_attribute.py", "-k", "same_lines or luck"], [
+    ("Attribution", "night/git.py", ["test_attribute.py", "-k", "same_lines or luck"], [
         ("GIT_COMMITTER_DATE=date", "X=date"),
         ("(text, after, before)", "(text, before, after)"),
         ("for i in sorted(dropped, reverse=True):", "for i in sorted(dropped):"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import harness
 from night import git as night_git
 from night import proposals, records
-from night.commits import read_train
+from night.git import read_train
 from night.live import Board
 from night.pool import Ended, News, Run, Started
 from night.rows import Kind
