@@ -7,6 +7,7 @@ second. `close` ends all runs; they end with this process in any case.
 import functools
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ import harness
 import prepare
 from night.checkout import LOOK, Checkout
 from night.git import ROOT, archive
+from prepare import PrepareError
 
+ANSWER = 300  # seconds for the GPUs to answer, including loading PyTorch from a slow disk
+GPU_NAMES = """
+import sys, torch, harness
+for i in range(torch.cuda.device_count()):
+    torch.cuda.set_device(i)
+    print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
+"""
 # for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
@@ -71,6 +80,23 @@ def our_files(locked: bool) -> dict[str, bytes]:
     names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
+
+
+def gpu_names(imitates: str | None) -> list[str]:
+    """The name of each GPU of this machine in the gpu column of a run that imitates another one; none without a GPU.
+
+    Asked in another process, so that this one takes no GPU memory. Raises PrepareError if that fails, or takes longer
+    than ANSWER."""
+    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        output, _ = asked.communicate(timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and no wait for its end: what a driver blocks cannot be killed
+        raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
+    if asked.returncode:
+        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
+    return output.splitlines()
 
 
 class Local:
