@@ -14,10 +14,9 @@ import harness
 import prepare
 from harness import crashed
 from night.git import doubts, in_history, revisions
-from night.live import Board
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
-from night.records import end_record, new_record
+from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners

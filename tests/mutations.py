@@ -1188,7 +1188,7 @@ SECTIONS = [
         ("min(after) / max(before)) > SLOWER:", "min(before) / max(after)) > SLOWER:"),
         ("if before and after and", "if"),
     ]),
-    ("What runs", "night/live.py", ["test_memory.py", "-k", "leave_records"], [
+    ("What runs", "night/records.py", ["test_memory.py", "-k", "leave_records"], [
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [

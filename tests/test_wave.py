@@ -25,8 +25,8 @@ from night import pool as gpus
 from night import rows
 from night import wave as waves
 from night.__main__ import parse
-from night.live import Board
 from night.pool import Ended, Run
+from night.records import Board
 from night.rows import Kind, kind_here
 from night.statuses import discard_by_mean, keep_winners
 from night.wave import Trainer, log_row, table
