@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import harness
-from night.git import branch, compiles, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
+from night.git import branch, compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status
@@ -78,7 +78,7 @@ def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
     merged = []
     for gain in gains:
         both = revert(text, read(gain.commit), read(gain.base))  # None: they conflict
-        if both is not None and compiles(both):
+        if both is not None and compiled(both):
             text, merged = both, [*merged, gain]
     return text, merged
 
@@ -184,11 +184,9 @@ class Gains:
                 print("git cannot write train.py: the branch moves on, the file stays as it is")
         else:
             print("train.py has uncommitted changes: the branch moves on, the file stays as it is")
-        if (shared := git("merge-base", head, commit)) == head:
-            move_branch(self.branch, commit, head)
-        else:  # somebody has committed meanwhile: merge, with the kept train.py
+        if (shared := git("merge-base", head, commit)) != head:  # somebody has committed: merge, with our train.py
             theirs, *ours = train_blobs([head, shared, now])
             if theirs not in ours:  # or they have renamed it
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
-            merged = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
-            move_branch(self.branch, merged, head)
+            commit = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
+        move_branch(self.branch, commit, head)

@@ -157,15 +157,14 @@ def without(files: list[bytes], dropped: set[int]) -> bytes | None:
         text = revert(text, files[i - 1], files[i])
         if text is None:
             return None
-    return text if compiles(text) else None
+    return text if compiled(text) else None
 
 
-def compiles(text: bytes) -> bool:
-    """Without a warning; False also if it is nested too deeply."""
+def compiled(text: bytes, flags: int = 0):
+    """A train.py's code; with flags=ast.PyCF_ONLY_AST its syntax tree. None if it is invalid or nested too deeply."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bool(compile(text, "train.py", "exec"))
-    return False
+        return compile(text, "train.py", "exec", flags)
 
 
 def group(files: list[bytes], i: int) -> set[int]:
@@ -180,19 +179,11 @@ def group(files: list[bytes], i: int) -> set[int]:
     return dropped
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of what git, say, has to tell."""
-    said = harness.git_problem(error) or type(error).__name__
-    return harness.clean(said.strip().split("\n")[0])
-
-
-def doubts(commits: list[str]) -> list[str]:
-    """Warnings about commits that are to be compared with HEAD."""
-    found = []
+def print_doubts(commits: list[str]) -> None:
+    """Warns about commits that are to be compared with HEAD."""
     if names := harness.uncommitted():
-        found.append(f"no run includes what is not committed here: {', '.join(names)}")
+        print(f"no run includes what is not committed here: {', '.join(names)}")
     around = [name for name in harness.DECISIVE if name != "train.py"]
     for commit in commits:
         if other := git("diff", "--name-only", "HEAD", commit, "--", *around):
-            found.append(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")
-    return found
+            print(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")

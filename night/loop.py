@@ -10,10 +10,11 @@ import sys
 from contextlib import suppress
 from time import monotonic, sleep
 
+import harness
 from night import agent as agents
 from night import proposals
 from night.gains import Gains
-from night.git import branch, commit_train, doubts, git, in_history, read_train, reason_of, revisions
+from night.git import branch, commit_train, git, in_history, print_doubts, read_train, revisions
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
@@ -39,8 +40,7 @@ def loop(args: argparse.Namespace) -> None:
     trainer = Trainer(args, *start_pool(args))
     night, kind = Loop(args, trainer), trainer.kind
     (base,) = revisions([reference(kind)])
-    for doubt in doubts([]):
-        print(doubt)
+    print_doubts([])
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
     night.noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
     try:
@@ -91,7 +91,8 @@ class Loop:
                 since = None
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
                 since = monotonic() if since is None else since
-                if (reason := reason_of(error)) != said:
+                reason = harness.clean((harness.git_problem(error) or type(error).__name__).split("\n")[0])
+                if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
                 if self.hours_left() <= 0 and monotonic() - since > TROUBLE and not self.trainer.pending:
@@ -129,19 +130,18 @@ class Loop:
         return bool(self.trainer.pending or self.gains or not self.over())
 
     def fill(self) -> None:
-        """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
-        while (due := self.due()) and len(self.trainer.pending) < self.trainer.slots:
-            runs = len(self.trainer.pending) + len(due) if self.over() else self.trainer.slots
-            self.trainer.submit(*due[0], self.trainer.per_gpu(runs))
-            self.queue.remove(due[0])
-
-    def due(self) -> list[tuple[Run, tuple[str, str]]]:
-        """The queue; at the end of the night, only merged gains. The next loop trains what remains."""
-        over = self.over()  # once: with --patience it reads the log
-        return [item for item in self.queue if AGAIN in item[0].description or not over]
+        """Submits runs while slots are free. When the night is over, only merged gains, which are spread over all GPUs
+        if they are few: the next loop trains what remains."""
+        trainer, over = self.trainer, self.over()
+        due = [item for item in self.queue if AGAIN in item[0].description or not over]
+        runs = len(trainer.pending) + len(due) if over else trainer.slots
+        for item in due[: trainer.slots - len(trainer.pending)]:
+            trainer.submit(*item, trainer.per_gpu(runs))
+            self.queue.remove(item)
 
     def runs(self) -> list[Run]:
-        return self.trainer.runs() + [run for run, _ in self.queue]
+        """All that train or wait for a slot."""
+        return [*self.trainer.pending, *(run for run, _ in self.queue)]
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""

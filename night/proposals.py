@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 import harness
 import prepare
 from night.checkout import SCRATCH
-from night.git import archive, git, read_train
+from night.git import archive, compiled, git, read_train
 from night.records import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
@@ -189,6 +188,4 @@ def program_of(commit: str) -> str:
 
 
 def parse(text: bytes) -> ast.Module | None:
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(text)
+    return compiled(text, ast.PyCF_ONLY_AST)

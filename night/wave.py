@@ -13,7 +13,7 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
-from night.git import doubts, in_history, revisions
+from night.git import in_history, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
 from night.records import Board, end_record, new_record
@@ -30,8 +30,7 @@ def wave(args: argparse.Namespace) -> None:
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
     (base,) = revisions([reference(trainer.kind)])
-    for doubt in doubts([commit for commit, _ in ideas]):
-        print(doubt)
+    print_doubts([commit for commit, _ in ideas])
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds]
     print(f"\n{table(trainer.train(runs, base), base[0])}")
 
@@ -118,9 +117,6 @@ class Trainer:
         harness.handle_signals(lambda *_: self.stopped.append(True))
         self.board = Board(total)
         return self.board
-
-    def runs(self) -> list[Run]:
-        return [*self.pending]
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns the last row of each run that has one.
