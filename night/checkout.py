@@ -19,6 +19,14 @@ NEWS = 3  # seconds between two reads of a run's record
 LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
 PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
+# for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+
+
+def environment(env: dict[str, str], cores: int, usable: int) -> dict[str, str]:
+    """env, for a run on so many of the usable cores. On all of them, PyTorch chooses the number of threads."""
+    env = env | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
+    return PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env if cores < usable else env
 
 
 class Checkout:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import harness
 import prepare
-from night.checkout import LOOK, Checkout
+from night.checkout import LOOK, Checkout, environment
 from night.git import ROOT, archive
 from prepare import PrepareError
 
@@ -26,8 +26,6 @@ for i in range(torch.cuda.device_count()):
     torch.cuda.set_device(i)
     print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
 """
-# for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
-PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
 
 class Run(NamedTuple):
@@ -139,12 +137,8 @@ class Local:
             yield Started(run, os.uname().nodename + f" GPU {gpu}" * bool(gpu))
 
     def environment(self, gpu: str, per_gpu: int) -> dict[str, str]:
-        """The environment of a run. If it may use all cores, PyTorch chooses the number of threads."""
         usable = len(os.sched_getaffinity(0))
-        cores = max(1, usable // (self.gpus * per_gpu))
-        env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
-        if cores < usable:
-            env = PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env
+        env = environment(os.environ, max(1, usable // (self.gpus * per_gpu)), usable)
         return env | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
 
     def look(self) -> Iterator[News | Ended]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import prepare
 from night import checkout
-from night.checkout import GRACE, LOOK, PATIENCE, Checkout
+from night.checkout import GRACE, LOOK, PATIENCE, Checkout, environment
 from night.git import archive
-from night.pool import PASSIVE, Ended, News, Run, Started, our_files
+from night.pool import Ended, News, Run, Started, our_files
 from prepare import PrepareError
 
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
@@ -167,12 +167,8 @@ def run_in_checkout(
     (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     usable = len(os.sched_getaffinity(0))  # Ray's count may differ: a quota, or set by hand
     cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
-    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
-    env.pop("OMP_NUM_THREADS", None)  # Ray has set it
-    if omp or cores < usable:
-        env["OMP_NUM_THREADS"] = omp or str(cores)
-    if cores < usable:
-        env = PASSIVE | env
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray has set it
+    env = environment(env | ({"OMP_NUM_THREADS": omp} if omp else {}), cores, usable)
     yield "started", " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     work = Checkout(archive, files, command, record or {}, env, limit)
     try:

@@ -56,11 +56,10 @@ def end_record(folder: Path, reason: str) -> None:
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
     name = record_name(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
-
-    def is_of_this_run(folder: Path) -> bool:  # a summary has no dataset if the run was killed
-        return summary(folder).get("dataset", row["dataset"]) == row["dataset"]
-
-    *_, last = None, *filter(is_of_this_run, itertools.takewhile(Path.exists, folders(name)))
+    last = None
+    for folder in itertools.takewhile(Path.exists, folders(name)):
+        if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:  # it has none if the run was killed
+            last = folder
     return last
 
 

@@ -930,12 +930,12 @@ SECTIONS = [
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
-    ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
-        ("        if cores < usable:\n", "        if True:\n"),
+    ("The pool", "night/checkout.py", ["test_wave.py", "-k", "taskset"], [
+        ("if cores < usable else env", "if True else env"),
         ("str(min(32, cores))", "str(32)"),
     ]),
-    ("The pool", "night/pool.py", ["test_pool.py", "-k", "spinning"], [
-        ("env = PASSIVE | {", "env = {"),
+    ("The pool", "night/checkout.py", ["test_pool.py", "-k", "spinning"], [
+        ("return PASSIVE | {", "return {"),
     ]),
     ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
         ("        if os.getppid() != parent:  # it", "        if False:  # it"),
@@ -1143,8 +1143,8 @@ SECTIONS = [
         ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
-        ("filter(is_of_this_run, ", "filter(None, "),
-        ("*_, last = None, *filter", "_, last, *_ = None, *filter"),
+        ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
+        ("            last = folder\n", "            return folder\n"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
