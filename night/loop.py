@@ -71,7 +71,7 @@ class Loop:
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[agents.Agent] = []
         self.queue: list[tuple[Run, tuple[str, str]]] = []  # for the trainer, when it has a free slot
-        self.rows: list[tuple[Run, dict]] = []  # of runs that have ended, until they are settled
+        self.rows: list[dict] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
         self.resumed, self.noise = False, {}  # see `noise_versions`
@@ -102,11 +102,11 @@ class Loop:
 
     def turn(self) -> bool:
         """Returns whether there is more to do. After an error it can be repeated: nothing is done twice, or lost."""
-        for run, row in self.trainer.ended():
+        for _, row in self.trainer.ended():
             self.trained += 1
             if self.crashed < CRASHED:  # else the loop is about to end
                 self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
-            self.rows.append((run, row))
+            self.rows.append(row)
         before, self.now = self.now, monotonic()
         self.busy += (self.now - before) * len(self.trainer.pending)
         if branch() != self.branch:
@@ -114,8 +114,8 @@ class Loop:
         if not self.resumed:
             self.resume()
         while self.rows:
-            run, row = self.rows[0]
-            self.gains.settle(*self.proposed[run.commit], row)
+            row = self.rows[0]
+            self.gains.settle(*self.proposed[row["commit"]], row)
             self.rows.pop(0)
         if self.over():
             self.end_agents()

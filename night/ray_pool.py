@@ -145,7 +145,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     for node, answer in zip(nodes, [task.remote(head, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), Ended):
             pass
-        *_, found = ["nothing", *event.tail] if event.tail else [event.reason]
+        found = event.tail[-1] if event.tail else event.reason
         if found == dataset:
             able.append(node)
         else:

@@ -43,11 +43,11 @@ class ExpectedRow:
             self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
             record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
-        self.rows_before = self.count_rows()
+        self.rows_before = len(self.own(harness.read_results()))
 
-    def count_rows(self) -> int:
-        """How many rows of this commit and seed the log has."""
-        return sum(run_name(row) == (self.record["commit"], self.args.seed) for row in harness.read_results())
+    def own(self, log: list[dict]) -> list[dict]:
+        """The rows of this commit and seed."""
+        return [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
 
     def hand_over(self) -> None:
         """Tells log_result, here and in child processes, what to write, and where to put a copy of the row."""
@@ -63,18 +63,13 @@ class ExpectedRow:
             harness.add_row(row)
             return
         if self.args.locked and self.needed:
-            self.drop_rows()
-        if self.needed and self.count_rows() <= self.rows_before:
+            with suppress(OSError, ValueError), harness.edit_log() as log:
+                for row in self.own(log)[self.rows_before :]:  # train.py has written them itself
+                    log.remove(row)
+        if self.needed and len(self.own(harness.read_results())) <= self.rows_before:
             run = dict(gpu=harness.gpu_name(self.args.gpu), dataset=self.dataset)
             run |= dict(budget=self.args.budget, seed=self.args.seed)
             harness.log_result(**run, **found or dict(val_bpb=0.0, memory_gb=0.0, reason=reason))
-
-    def drop_rows(self) -> None:
-        """Takes back the rows that train.py has written itself."""
-        with suppress(OSError, ValueError), harness.edit_log() as log:
-            own = [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
-            for row in own[self.rows_before :]:
-                log.remove(row)
 
 
 def run(args: argparse.Namespace) -> int:

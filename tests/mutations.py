@@ -856,7 +856,7 @@ SECTIONS = [
         ('if "commit" in record:', "if False:"),
     ]),
     ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
-        (" and self.count_rows() <= self.rows_before", ""),
+        (" and len(self.own(harness.read_results())) <= self.rows_before", ""),
         ('    if code < 0:\n        row.make_up("killed")\n', ""),
         ("    harness.handle_signals(signal.SIG_IGN)\n    code", "    code"),
         ("    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)", "    #"),
@@ -1026,7 +1026,7 @@ SECTIONS = [
         ("                if reason != said:", "                if reason:"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
-        ("            run, row = self.rows[0]", "            run, row = self.rows.pop()"),
+        ("            row = self.rows[0]", "            row = self.rows.pop()"),
         ("and monotonic() - since > TROUBLE and", "and False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
         ("if over else trainer.slots", "if False else trainer.slots"),
