@@ -35,8 +35,8 @@ class Checkout:
     def __init__(
         self, archive: bytes, files: dict[str, bytes], command: list[str], record: dict, env: dict, limit: float
     ):
-        """archive: a tar; files: replace those of the archive; record: see harness.night_record; limit: seconds after
-        which the command ends by itself."""
+        """archive: a tar; files: replace those in it; record: see harness.night_record; limit: in seconds, which the
+        command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
         self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
         self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
@@ -73,8 +73,8 @@ class Checkout:
         self.until = 0.0
 
     def at_work(self) -> bool:
-        """Whether the command or anything that it started still runs. After its time limit, or `stop`, it gets SIGTERM,
-        then SIGKILL. What survives this, waiting for a dead disk, say, is left alone."""
+        """Whether the command, or what it started, still runs. After its limit, or `stop`, it gets SIGTERM, then
+        SIGKILL. What survives this, as it waits for a dead disk, is left alone."""
         if self.process.poll() is not None:
             if not self.reader.is_alive():
                 return False

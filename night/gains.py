@@ -27,24 +27,19 @@ class Gain(NamedTuple):
 
 
 class Take(NamedTuple):
-    """The gain becomes the reference."""
-
-    gain: Gain
+    gain: Gain  # becomes the reference
 
 
 class Merge(NamedTuple):
-    """The gains are merged with the reference, and the result is trained."""
-
-    gains: list[Gain]
+    gains: list[Gain]  # are merged with the reference, and the result is trained
 
 
 def next_step(reference: str, gains: list[Gain], merging: bool, pending: bool, over: bool) -> Take | Merge | None:
     """What to do with the gains that wait; None: nothing yet.
 
     merging: a merge is being trained; pending: so is anything; over: no more proposals will come.
-    The largest gain comes first. One over an older reference is merged with the new one and trained again. Until that
-    has ended, the others wait, or small gains would overtake a large one again and again. At the end of the night, all
-    that wait are merged together.
+    The largest gain comes first. One over an older reference is merged with the new one and trained again. Meanwhile
+    the others wait, or small gains would overtake a large one again and again. After the night, all are merged at once.
     """
     gains = by_size(gains)
     if merging or not gains:
@@ -58,8 +53,7 @@ def next_step(reference: str, gains: list[Gain], merging: bool, pending: bool, o
 
 
 def split(gains: list[Gain]) -> list[Gain]:
-    """What to try after these gains, merged, were no gain: the largest alone, then each half of the others. Of a single
-    one nothing is left."""
+    """What to try after these gains, merged, were no gain: the largest alone, then each half of the others."""
     first, *others = by_size(gains)
     if not others:
         return []
@@ -73,8 +67,8 @@ def by_size(gains: list[Gain]) -> list[Gain]:
 
 
 def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
-    """The text with the changes of those gains that conflict neither with it nor with earlier ones, and still compile;
-    and these gains. read(commit): its train.py."""
+    """The text with the changes of all gains that neither conflict with what it has by then nor break it; and these
+    gains. read(commit): its train.py."""
     merged = []
     for gain in gains:
         both = revert(text, read(gain.commit), read(gain.base))  # None: they conflict

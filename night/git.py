@@ -105,8 +105,7 @@ def move_branch(name: str, commit: str, before: str) -> None:
 
 
 def new_branch(name: str, commit: str) -> str:
-    """Makes a branch, or takes one that is at this commit; if somebody has another one of that name, with -2, -3, ...
-    appended. Returns its name."""
+    """Makes a branch at a commit, unless there is one; -2, -3, ... ends its name if that is taken. Returns its name."""
     for other in (name, *(f"{name}-{i}" for i in range(2, 100))):
         with suppress(subprocess.CalledProcessError):
             create_ref(f"refs/heads/{other}", commit)
@@ -115,8 +114,7 @@ def new_branch(name: str, commit: str) -> str:
 
 
 def archive(commit: str, wanted: Callable[[str], bool] = lambda path: True) -> bytes:
-    """A tar of a commit's files whose path is wanted, byte for byte: `git archive` would convert their line ends if
-    some attribute says so."""
+    """A tar of a commit's files whose path is wanted. (`git archive` may convert line ends, by some attribute.)"""
     entries = [entry.partition(b"\t")[::2] for entry in git_bytes("ls-tree", "-rz", commit).split(b"\0")[:-1]]
     files = [(*about.split(), path.decode(errors="surrogateescape")) for about, path in entries]
     files = [(mode, blob, path) for mode, kind, blob, path in files if kind == b"blob" and wanted(path)]
@@ -150,8 +148,7 @@ def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
 
 
 def without(files: list[bytes], dropped: set[int]) -> bytes | None:
-    """The last file without the dropped changes, change i being files[i - 1] to files[i]; None if they conflict or what
-    is left is not valid Python."""
+    """The last file without the dropped changes (i: files[i - 1] to files[i]); None if that conflicts or is invalid."""
     text = files[-1]
     for i in sorted(dropped, reverse=True):
         text = revert(text, files[i - 1], files[i])

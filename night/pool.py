@@ -73,18 +73,16 @@ class Ended:
 
 
 def our_files(locked: bool) -> dict[str, bytes]:
-    """Files that replace those of a commit: today's night/, and the name of this clone's dataset. locked: also what
-    scores a run."""
+    """What replaces a commit's files: today's night/, this clone's dataset and, if locked, what scores a run."""
     names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
 
 
 def gpu_names(imitates: str | None) -> list[str]:
-    """The name of each GPU of this machine in the gpu column of a run that imitates another one; none without a GPU.
+    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError.
 
-    Asked in another process, so that this one takes no GPU memory. Raises PrepareError if that fails, or takes longer
-    than ANSWER."""
+    Another process asks for them, so that this one takes no GPU memory."""
     command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
     asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

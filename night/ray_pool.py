@@ -131,8 +131,7 @@ def model_of(node: dict) -> str:
 
 
 def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
-    """The cluster's nodes that have the dataset. Those without it prepare it first, unless it is a user's folder.
-    Raises PrepareError if no node has it."""
+    """The nodes that have the dataset; others prepare it, unless it is a user's folder. PrepareError if none has it."""
     import ray
 
     folder, shards = prepare.current_dataset(), None
@@ -158,8 +157,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
 def run_in_checkout(
     archive: bytes, files: dict, command: list[str], record=None, limit: float = float("inf"), omp: str | None = None
 ) -> Iterator[tuple]:
-    """Ray task: runs a Python command in a temporary checkout. Yields the names and values of events. omp: what the
-    user has set OMP_NUM_THREADS to."""
+    """Ray task: runs a Python command in a temporary checkout; yields events. omp: the user's OMP_NUM_THREADS."""
     import ray
 
     context = ray.get_runtime_context()
@@ -172,12 +170,12 @@ def run_in_checkout(
     yield "started", " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     work = Checkout(archive, files, command, record or {}, env, limit)
     try:
-        while work.at_work():
-            for name, text in work.news():
-                yield "news", name, text
+        over = False
+        while not over:
             time.sleep(LOOK)
-        for name, text in work.news(at_once=True):
-            yield "news", name, text
+            over = not work.at_work()
+            for name, text in work.news(at_once=over):
+                yield "news", name, text
         yield "ended", *work.result()
     finally:
         work.stop()

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,11 +86,12 @@ def run_seconds(rows: list[dict]) -> list[float]:
     return [number for number in found if number]
 
 
-class Board:
+class Board(ExitStack):
     """One line per active run: updated in place on a terminal, elsewhere printed every minute."""
 
     def __init__(self, total: int = 0):
         """total: number of runs; 0 if unknown."""
+        super().__init__()
         self.total, self.live = total, None
         self.start = self.shown = time.monotonic()
 
@@ -99,12 +100,8 @@ class Board:
             with suppress(ImportError):  # without rich, print lines
                 from rich.live import Live
 
-                self.live = Live(auto_refresh=False).__enter__()
+                self.live = self.enter_context(Live(auto_refresh=False))
         return self
-
-    def __exit__(self, *error):
-        if self.live:
-            self.live.__exit__(*error)
 
     def update(self, records: list[Path], pending: int = 0) -> None:
         """records: of the active runs; pending: number of runs that have not ended."""

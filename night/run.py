@@ -124,8 +124,7 @@ def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
 
 
 def lock(args: argparse.Namespace, row: ExpectedRow, options: dict):
-    """Starts the thread that scores the run, from text that it reads now. Changes the options for train.py: its end of
-    the connection, and no held-out text."""
+    """Starts the thread that scores the run. Adds to the options for train.py: a connection, and no held-out text."""
     from harness.remote import Referee
 
     splits = ["val", "test"] if row.record.get("score_test") else ["val"]
@@ -147,8 +146,8 @@ def guard(
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
     Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
-    log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output. begin: what the
-    command's process does first.
+    log: file for the first LOG_BYTES of it; with echo, which also prints all, for the end, too. begin: called in the
+    command's process.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     end, early, signals = b"", [], []
@@ -203,8 +202,7 @@ def guard(
 
 
 def end_children() -> None:
-    """Kills all descendants of this process: orphans become its children and are next. Leaves alone what is still there
-    after PATIENCE seconds."""
+    """Kills all descendants of this process: orphans become its children and are next. Gives up after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while (pids := Path("/proc/thread-self/children").read_text().split()) and time.monotonic() < end:
         for pid in map(int, pids):
