@@ -32,9 +32,7 @@ def environment(env: dict[str, str], cores: int, usable: int) -> dict[str, str]:
 class Checkout:
     """A Python command in a checkout of its own."""
 
-    def __init__(
-        self, archive: bytes, files: dict[str, bytes], command: list[str], record: dict, env: dict, limit: float
-    ):
+    def __init__(self, archive: bytes, files: dict, command: list[str], record: dict, env: dict, limit: float):
         """archive: a tar; files: replace those in it; record: see harness.night_record; limit: in seconds, which the
         command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)

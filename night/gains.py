@@ -15,7 +15,7 @@ LAST = 10  # merges that are trained after the hours
 
 
 class Gain(NamedTuple):
-    """Proposal n, which scored lower by `size` bits per byte than its base, with one seed: partly luck."""
+    """Proposal n, which scored lower than its base by `size` bits per byte, with one seed: partly luck."""
 
     n: int
     commit: str

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import harness
@@ -48,14 +47,12 @@ def label(run: dict) -> str:
     return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
 
 
-@dataclass
-class Started:
+class Started(NamedTuple):
     run: Run
     where: str  # host and GPU
 
 
-@dataclass
-class News:
+class News(NamedTuple):
     """New bytes of a file of the run's record."""
 
     run: Run
@@ -63,8 +60,7 @@ class News:
     text: bytes
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     run: Run
     rows: str  # what it wrote to results.tsv
     tail: list[str]  # last lines of its output

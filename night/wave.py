@@ -170,8 +170,7 @@ class Trainer:
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
 
-        After a signal, ends all runs, then this process with status 130.
-        """
+        After a signal, ends all runs, then this process with status 130."""
         for event in self.pool.events():
             run = event.run
             if self.stopped:  # it may have ended a run, too
@@ -209,13 +208,10 @@ class Trainer:
             sys.exit(130)
 
 
-def log_row(
-    run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row"
-) -> tuple[dict, str]:
+def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `keep_winners` judges it.
-    """
+    An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
     gpu, _, dataset = kind.place()  # on a cluster, this machine's GPU
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):
