@@ -130,16 +130,16 @@ def start(args: argparse.Namespace, name: str, command: str, base: str, branch: 
             for path in (prompt, folder(n) / "prompt.md"):
                 path.write_text(text, "utf-8")
             words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
+            task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
+            task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
             ours = harness.clean_environment()
             passed = [*ENVIRONMENT, *args.agent_env.split(",")]
-            env = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
-            options = dict(limit=args.agent_limit, log=str(folder(n) / "agent.log"), cwd=str(work), env=env)
-            task = json.dumps(
-                dict(command=words, parent=os.getpid(), **options)
-            )  # may have keys: no argument, for `ps`
+            task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+            ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
             with open(prompt) as stdin:
-                options = dict(cwd=ROOT, env=ours | {"NIGHT_AGENT": task}, stdin=stdin, start_new_session=True)
-                process = subprocess.Popen([sys.executable, "-m", "night.agent"], **options)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "night.agent"], cwd=ROOT, env=ours, stdin=stdin, start_new_session=True
+                )
     except BaseException:
         shutil.rmtree(work.parent, ignore_errors=True)
         raise
@@ -169,7 +169,7 @@ def prompt(
 
 def memory(rows: list[dict]) -> str:
     """What has been tried, in MEMORY characters: what was kept on this branch, then the best of the rest."""
-    kept = {id(row) for row in (in_history([row for row in rows if row["status"] == "keep"]) if rows else [])}
+    kept = {id(row) for row in in_history([row for row in rows if row["status"] == "keep"])}
     best = sorted(rows, key=lambda row: (row is not rows[0], id(row) not in kept, row["val_bpb"] or 99))
     count, text = min(len(rows), MEMORY // 40), ""
     while count:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from night.commits import commit_train, group, new_branch, read_train, without
-from night.git import branch, git, revisions
+from night.git import branch, commit_train, git, group, new_branch, read_train, revisions, without
 from night.intervals import MISS, MOST, SHARE, pairs_needed, upper_bound
 from night.noise import ATTRIBUTION_SEEDS, seed_noise
 from night.proposals import program

@@ -19,16 +19,22 @@ NEWS = 3  # seconds between two reads of a run's record
 LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
 PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
+# for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+
+
+def environment(env: dict[str, str], cores: int, usable: int) -> dict[str, str]:
+    """env, for a run on so many of the usable cores. On all of them, PyTorch chooses the number of threads."""
+    env = env | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
+    return PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env if cores < usable else env
 
 
 class Checkout:
     """A Python command in a checkout of its own."""
 
-    def __init__(
-        self, archive: bytes, files: dict[str, bytes], command: list[str], record: dict, env: dict, limit: float
-    ):
-        """archive: a tar; files: replace those of the archive; record: see harness.night_record; limit: seconds after
-        which the command ends by itself."""
+    def __init__(self, archive: bytes, files: dict, command: list[str], record: dict, env: dict, limit: float):
+        """archive: a tar; files: replace those in it; record: see harness.night_record; limit: in seconds, which the
+        command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
         self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
         self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
@@ -65,8 +71,8 @@ class Checkout:
         self.until = 0.0
 
     def at_work(self) -> bool:
-        """Whether the command or anything that it started still runs. After its time limit, or `stop`, it gets SIGTERM,
-        then SIGKILL. What survives this, waiting for a dead disk, say, is left alone."""
+        """Whether the command, or what it started, still runs. After its limit, or `stop`, it gets SIGTERM, then
+        SIGKILL. What survives this, as it waits for a dead disk, is left alone."""
         if self.process.poll() is not None:
             if not self.reader.is_alive():
                 return False

@@ -7,7 +7,7 @@ import ctypes
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +35,9 @@ def fence(hidden: Iterable[Path]) -> Callable[[], None]:
     attributes = struct.pack("3Q", READ_FILE | REFER, BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS)
     size = 8 if version < 4 else 16 if version < 6 else 24
     rules = landlock(CREATE_RULESET, attributes, size, 0)
-    for path in beside({path.resolve() for path in hidden}):
+    hidden = {path.resolve() for path in hidden}
+    above = {folder for path in hidden for folder in path.parents}
+    for path in (path for folder in above for path in folder.iterdir() if path not in hidden | above):
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # it has gone
@@ -49,13 +51,6 @@ def fence(hidden: Iterable[Path]) -> Callable[[], None]:
         landlock(RESTRICT_SELF, rules, 0)
 
     return enter
-
-
-def beside(hidden: set[Path]) -> Iterator[Path]:
-    """Paths that together hold every file but the hidden ones."""
-    above = {folder for path in hidden for folder in path.parents}
-    for folder in above:
-        yield from (path for path in folder.iterdir() if path not in hidden | above)
 
 
 def held_out() -> list[Path]:

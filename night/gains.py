@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import harness
-from night.commits import compiles, move_branch, new_commit, read_train, revert
-from night.git import branch, git, in_history, train_blobs
+from night.git import branch, compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status
@@ -16,7 +15,7 @@ LAST = 10  # merges that are trained after the hours
 
 
 class Gain(NamedTuple):
-    """Proposal n, which scored lower by `size` bits per byte than its base, with one seed: partly luck."""
+    """Proposal n, which scored lower than its base by `size` bits per byte, with one seed: partly luck."""
 
     n: int
     commit: str
@@ -28,24 +27,19 @@ class Gain(NamedTuple):
 
 
 class Take(NamedTuple):
-    """The gain becomes the reference."""
-
-    gain: Gain
+    gain: Gain  # becomes the reference
 
 
 class Merge(NamedTuple):
-    """The gains are merged with the reference, and the result is trained."""
-
-    gains: list[Gain]
+    gains: list[Gain]  # are merged with the reference, and the result is trained
 
 
 def next_step(reference: str, gains: list[Gain], merging: bool, pending: bool, over: bool) -> Take | Merge | None:
     """What to do with the gains that wait; None: nothing yet.
 
     merging: a merge is being trained; pending: so is anything; over: no more proposals will come.
-    The largest gain comes first. One over an older reference is merged with the new one and trained again. Until that
-    has ended, the others wait, or small gains would overtake a large one again and again. At the end of the night, all
-    that wait are merged together.
+    The largest gain comes first. One over an older reference is merged with the new one and trained again. Meanwhile
+    the others wait, or small gains would overtake a large one again and again. After the night, all are merged at once.
     """
     gains = by_size(gains)
     if merging or not gains:
@@ -59,8 +53,7 @@ def next_step(reference: str, gains: list[Gain], merging: bool, pending: bool, o
 
 
 def split(gains: list[Gain]) -> list[Gain]:
-    """What to try after these gains, merged, were no gain: the largest alone, then each half of the others. Of a single
-    one nothing is left."""
+    """What to try after these gains, merged, were no gain: the largest alone, then each half of the others."""
     first, *others = by_size(gains)
     if not others:
         return []
@@ -74,12 +67,12 @@ def by_size(gains: list[Gain]) -> list[Gain]:
 
 
 def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
-    """The text with the changes of those gains that conflict neither with it nor with earlier ones, and still compile;
-    and these gains. read(commit): its train.py."""
+    """The text with the changes of all gains that neither conflict with what it has by then nor break it; and these
+    gains. read(commit): its train.py."""
     merged = []
     for gain in gains:
         both = revert(text, read(gain.commit), read(gain.base))  # None: they conflict
-        if both is not None and compiles(both):
+        if both is not None and compiled(both):
             text, merged = both, [*merged, gain]
     return text, merged
 
@@ -185,11 +178,9 @@ class Gains:
                 print("git cannot write train.py: the branch moves on, the file stays as it is")
         else:
             print("train.py has uncommitted changes: the branch moves on, the file stays as it is")
-        if (shared := git("merge-base", head, commit)) == head:
-            move_branch(self.branch, commit, head)
-        else:  # somebody has committed meanwhile: merge, with the kept train.py
+        if (shared := git("merge-base", head, commit)) != head:  # somebody has committed: merge, with our train.py
             theirs, *ours = train_blobs([head, shared, now])
             if theirs not in ours:  # or they have renamed it
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
-            merged = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
-            move_branch(self.branch, merged, head)
+            commit = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
+        move_branch(self.branch, commit, head)

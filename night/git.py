@@ -1,6 +1,17 @@
-"""What night asks git."""
+"""Git: what night asks it, and commits of other versions of train.py, made without touching the working tree.
 
+What is not meant for people lies under refs/night/, where `git branch` does not look. A ref is only created where there
+is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
+"""
+
+import io
 import subprocess
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 
 import harness
@@ -55,3 +66,121 @@ def in_history(rows: list[dict]) -> list[dict]:
         own, *blobs = train_blobs(["HEAD", *kept])
         history |= {commit for commit, blob in zip(kept, blobs, strict=False) if blob == own}
     return [row for row in rows if row["commit"] in history]
+
+
+def new_commit(parent: str, text: bytes, subject: str, *merged: str) -> str:
+    """Commits `text` as train.py on `parent`, without a ref to it; returns the hash.
+
+    The date is the parent's, so the same text gives the same commit. merged: further parents, for a merge."""
+    date = git("show", "-s", "--format=%cI", parent)
+    with tempfile.TemporaryDirectory() as folder:
+        env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
+        beside = partial(git, env=env)
+        blob = beside("hash-object", "-w", "--stdin", input=text)
+        beside("read-tree", parent)
+        beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
+        parents = [f"-p{one}" for one in (parent, *merged)]
+        return beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
+
+
+def commit_train(parent: str, text: bytes, subject: str, place: str) -> str:
+    """A new commit, kept by the ref refs/night/<place>; if that ends in /, named by its hash. Returns 7 digits."""
+    commit = new_commit(parent, text, subject)
+    create_ref(f"refs/night/{place}{commit if place.endswith('/') else ''}", commit)
+    return commit[:7]
+
+
+def create_ref(ref: str, commit: str) -> None:
+    """Raises CalledProcessError if there is such a ref to another commit."""
+    try:
+        git("update-ref", ref, commit, "")
+    except subprocess.CalledProcessError:
+        if git("rev-parse", "-q", "--verify", ref) != git("rev-parse", commit):
+            raise
+
+
+def move_branch(name: str, commit: str, before: str) -> None:
+    """Raises CalledProcessError if the branch is no longer at `before`."""
+    git("update-ref", "-m", "night loop", f"refs/heads/{name}", commit, before)
+
+
+def new_branch(name: str, commit: str) -> str:
+    """Makes a branch at a commit, unless there is one; -2, -3, ... ends its name if that is taken. Returns its name."""
+    for other in (name, *(f"{name}-{i}" for i in range(2, 100))):
+        with suppress(subprocess.CalledProcessError):
+            create_ref(f"refs/heads/{other}", commit)
+            return other
+    raise PrepareError(f"git cannot make a branch {name} at {commit[:7]}")
+
+
+def archive(commit: str, wanted: Callable[[str], bool] = lambda path: True) -> bytes:
+    """A tar of a commit's files whose path is wanted. (`git archive` may convert line ends, by some attribute.)"""
+    entries = [entry.partition(b"\t")[::2] for entry in git_bytes("ls-tree", "-rz", commit).split(b"\0")[:-1]]
+    files = [(*about.split(), path.decode(errors="surrogateescape")) for about, path in entries]
+    files = [(mode, blob, path) for mode, kind, blob, path in files if kind == b"blob" and wanted(path)]
+    blobs = io.BytesIO(git_bytes("cat-file", "--batch", input=b"".join(blob + b"\n" for _, blob, _ in files)))
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for mode, _, path in files:
+            entry = tarfile.TarInfo(path)
+            content = blobs.read(int(blobs.readline().split()[2]))
+            blobs.read(1)  # a line break
+            if mode == b"120000":
+                entry.type, entry.linkname, content = tarfile.SYMTYPE, content.decode(errors="surrogateescape"), b""
+            entry.size, entry.mode = len(content), int(mode, 8) & 0o777 or 0o777
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def read_train(revision: str) -> bytes:
+    return git_bytes("show", f"{revision}:train.py")
+
+
+@lru_cache(1000)  # an attribution leaves out many sets of changes, most of them alike
+def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
+    """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("text", "after", "before")]
+        for path, content in zip(paths, (text, after, before), strict=True):
+            path.write_bytes(content)
+        merged = harness.run_git("merge-file", "-p", "-q", *map(str, paths), check=False)
+    return merged.stdout if merged.returncode == 0 else None
+
+
+def without(files: list[bytes], dropped: set[int]) -> bytes | None:
+    """The last file without the dropped changes (i: files[i - 1] to files[i]); None if that conflicts or is invalid."""
+    text = files[-1]
+    for i in sorted(dropped, reverse=True):
+        text = revert(text, files[i - 1], files[i])
+        if text is None:
+            return None
+    return text if compiled(text) else None
+
+
+def compiled(text: bytes, flags: int = 0):
+    """A train.py's code; with flags=ast.PyCF_ONLY_AST its syntax tree. None if it is invalid or nested too deeply."""
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(text, "train.py", "exec", flags)
+
+
+def group(files: list[bytes], i: int) -> set[int]:
+    """Change i and the later changes that must go with it: the shortest series that can go, minus what may stay."""
+    for end in range(i + 1, len(files) + 1):
+        dropped = {*range(i, end)}
+        if without(files, dropped) is not None:
+            break
+    for other in sorted(dropped - {i}):
+        if without(files, dropped - {other}) is not None:
+            dropped -= {other}
+    return dropped
+
+
+def print_doubts(commits: list[str]) -> None:
+    """Warns about commits that are to be compared with HEAD."""
+    if names := harness.uncommitted():
+        print(f"no run includes what is not committed here: {', '.join(names)}")
+    around = [name for name in harness.DECISIVE if name != "train.py"]
+    for commit in commits:
+        if other := git("diff", "--name-only", "HEAD", commit, "--", *around):
+            print(f"{commit} differs from HEAD in {' and '.join(other.split())}: its rows may not be comparable")

@@ -59,7 +59,9 @@ class Idea:
 def ideas(rows: list[dict]) -> list[Idea]:
     """The ideas behind rows of one kind, in the order of their first rows."""
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
-    blobs = blobs_of([idea.commit for idea in found])
+    out = train_blobs([name for idea in found for name in (idea.commit, f"{idea.commit}^")])
+    pairs = zip(found, out[::2], out[1::2], strict=False)  # of the train.py in each commit and in its first parent
+    blobs = {idea.commit: (own, parent) for idea, own, parent in pairs if not own.endswith("missing")}
     read_diffs([idea for idea in found if idea.commit in blobs])
     by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
     for i, idea in enumerate(found):
@@ -86,13 +88,6 @@ def find_oddities(found: list[Idea]) -> None:
             idea.oddities.append(f"only {fewest / usual:.0%} of the usual tokens")
         if (fastest := min(idea.seconds, default=0)) > SLOWER * usual_seconds:
             idea.oddities.append(f"takes {fastest / usual_seconds:.2f} times as long as usual")
-
-
-def blobs_of(commits: list[str]) -> dict[str, tuple[str, str]]:
-    """Blob hashes of train.py in each commit and in its first parent, for the commits that this clone has."""
-    out = train_blobs([name for commit in commits for name in (commit, f"{commit}^")])
-    pairs = zip(commits, out[::2], out[1::2], strict=False)
-    return {commit: (own, parent) for commit, own, parent in pairs if not own.endswith("missing")}
 
 
 def read_diffs(found: list[Idea]) -> None:

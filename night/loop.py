@@ -10,11 +10,11 @@ import sys
 from contextlib import suppress
 from time import monotonic, sleep
 
+import harness
 from night import agent as agents
 from night import proposals
-from night.commits import commit_train, doubts, read_train, reason_of
 from night.gains import Gains
-from night.git import branch, git, in_history, revisions
+from night.git import branch, commit_train, git, in_history, print_doubts, read_train, revisions
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
@@ -40,8 +40,7 @@ def loop(args: argparse.Namespace) -> None:
     trainer = Trainer(args, *start_pool(args))
     night, kind = Loop(args, trainer), trainer.kind
     (base,) = revisions([reference(kind)])
-    for doubt in doubts([]):
-        print(doubt)
+    print_doubts([])
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
     night.noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
     try:
@@ -72,7 +71,7 @@ class Loop:
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[agents.Agent] = []
         self.queue: list[tuple[Run, tuple[str, str]]] = []  # for the trainer, when it has a free slot
-        self.rows: list[tuple[Run, dict]] = []  # of runs that have ended, until they are settled
+        self.rows: list[dict] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
         self.resumed, self.noise = False, {}  # see `noise_versions`
@@ -92,7 +91,8 @@ class Loop:
                 since = None
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
                 since = monotonic() if since is None else since
-                if (reason := reason_of(error)) != said:
+                reason = harness.clean((harness.git_problem(error) or type(error).__name__).split("\n")[0])
+                if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
                 if self.hours_left() <= 0 and monotonic() - since > TROUBLE and not self.trainer.pending:
@@ -102,11 +102,11 @@ class Loop:
 
     def turn(self) -> bool:
         """Returns whether there is more to do. After an error it can be repeated: nothing is done twice, or lost."""
-        for run, row in self.trainer.ended():
+        for _, row in self.trainer.ended():
             self.trained += 1
             if self.crashed < CRASHED:  # else the loop is about to end
                 self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
-            self.rows.append((run, row))
+            self.rows.append(row)
         before, self.now = self.now, monotonic()
         self.busy += (self.now - before) * len(self.trainer.pending)
         if branch() != self.branch:
@@ -114,8 +114,8 @@ class Loop:
         if not self.resumed:
             self.resume()
         while self.rows:
-            run, row = self.rows[0]
-            self.gains.settle(*self.proposed[run.commit], row)
+            row = self.rows[0]
+            self.gains.settle(*self.proposed[row["commit"]], row)
             self.rows.pop(0)
         if self.over():
             self.end_agents()
@@ -130,19 +130,18 @@ class Loop:
         return bool(self.trainer.pending or self.gains or not self.over())
 
     def fill(self) -> None:
-        """Submits runs while slots are free; at the end of the night, when runs get few, spread over all GPUs."""
-        while (due := self.due()) and len(self.trainer.pending) < self.trainer.slots:
-            runs = len(self.trainer.pending) + len(due) if self.over() else self.trainer.slots
-            self.trainer.submit(*due[0], self.trainer.per_gpu(runs))
-            self.queue.remove(due[0])
-
-    def due(self) -> list[tuple[Run, tuple[str, str]]]:
-        """The queue; at the end of the night, only merged gains. The next loop trains what remains."""
-        over = self.over()  # once: with --patience it reads the log
-        return [item for item in self.queue if AGAIN in item[0].description or not over]
+        """Submits runs while slots are free. When the night is over, only merged gains, which are spread over all GPUs
+        if they are few: the next loop trains what remains."""
+        trainer, over = self.trainer, self.over()
+        due = [item for item in self.queue if AGAIN in item[0].description or not over]
+        runs = len(trainer.pending) + len(due) if over else trainer.slots
+        for item in due[: trainer.slots - len(trainer.pending)]:
+            trainer.submit(*item, trainer.per_gpu(runs))
+            self.queue.remove(item)
 
     def runs(self) -> list[Run]:
-        return self.trainer.runs() + [run for run, _ in self.queue]
+        """All that train or wait for a slot."""
+        return [*self.trainer.pending, *(run for run, _ in self.queue)]
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""
@@ -229,7 +228,7 @@ class Loop:
             proposals.note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
-            self.accept(n, commit_train(base, text, idea, proposals.place(self.branch, n)), base, idea)
+            self.accept(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 import harness
-from night.commits import commit_train, read_train
+from night.git import commit_train, read_train
 from night.knobs import nudged
 from night.rows import grouped, place, scores
 

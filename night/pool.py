@@ -7,19 +7,24 @@ second. `close` ends all runs; they end with this process in any case.
 import functools
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import harness
 import prepare
-from night.checkout import LOOK, Checkout
-from night.commits import archive
-from night.git import ROOT
+from night.checkout import LOOK, Checkout, environment
+from night.git import ROOT, archive
+from prepare import PrepareError
 
-# for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
-PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+ANSWER = 300  # seconds for the GPUs to answer, including loading PyTorch from a slow disk
+GPU_NAMES = """
+import sys, torch, harness
+for i in range(torch.cuda.device_count()):
+    torch.cuda.set_device(i)
+    print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
+"""
 
 
 class Run(NamedTuple):
@@ -42,14 +47,12 @@ def label(run: dict) -> str:
     return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
 
 
-@dataclass
-class Started:
+class Started(NamedTuple):
     run: Run
     where: str  # host and GPU
 
 
-@dataclass
-class News:
+class News(NamedTuple):
     """New bytes of a file of the run's record."""
 
     run: Run
@@ -57,8 +60,7 @@ class News:
     text: bytes
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     run: Run
     rows: str  # what it wrote to results.tsv
     tail: list[str]  # last lines of its output
@@ -67,11 +69,26 @@ class Ended:
 
 
 def our_files(locked: bool) -> dict[str, bytes]:
-    """Files that replace those of a commit: today's night/, and the name of this clone's dataset. locked: also what
-    scores a run."""
+    """What replaces a commit's files: today's night/, this clone's dataset and, if locked, what scores a run."""
     names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
+
+
+def gpu_names(imitates: str | None) -> list[str]:
+    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError.
+
+    Another process asks for them, so that this one takes no GPU memory."""
+    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        output, _ = asked.communicate(timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and no wait for its end: what a driver blocks cannot be killed
+        raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
+    if asked.returncode:
+        raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
+    return output.splitlines()
 
 
 class Local:
@@ -114,12 +131,8 @@ class Local:
             yield Started(run, os.uname().nodename + f" GPU {gpu}" * bool(gpu))
 
     def environment(self, gpu: str, per_gpu: int) -> dict[str, str]:
-        """The environment of a run. If it may use all cores, PyTorch chooses the number of threads."""
         usable = len(os.sched_getaffinity(0))
-        cores = max(1, usable // (self.gpus * per_gpu))
-        env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
-        if cores < usable:
-            env = PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env
+        env = environment(os.environ, max(1, usable // (self.gpus * per_gpu)), usable)
         return env | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
 
     def look(self) -> Iterator[News | Ended]:

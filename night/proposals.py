@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +15,7 @@ from pathlib import Path
 import harness
 import prepare
 from night.checkout import SCRATCH
-from night.commits import archive, read_train
-from night.git import git
+from night.git import archive, compiled, git, read_train
 from night.records import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
@@ -62,7 +60,7 @@ def verdicts() -> list[str]:
 
 def first_word(n: int) -> str:
     """Of a verdict: keep, discard, crash, waits, trains, refused or failed; "" without one."""
-    return (verdict(n).split() or [""])[0].strip(":,")
+    return re.match(r"\w*", verdict(n))[0]
 
 
 def count_verdicts() -> Counter:
@@ -92,11 +90,6 @@ def new_proposal(branch: str) -> Iterator[int]:
         raise
 
 
-def place(branch: str, n: int) -> str:
-    """Of a proposal's commit, below refs/night/."""
-    return f"{branch}-loop/{n}"
-
-
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
     """(number, base, subject) of each proposal that was accepted on a branch, by commit."""
     form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
@@ -107,8 +100,7 @@ def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
 
 # ----------------------------------------------------------------------------------------------------------- checkouts
 def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
-    """A new folder with those of a commit's files that concern an agent, in a throw-away git repository; and their
-    contents."""
+    """A new folder with a throw-away git repository of a commit's files that concern an agent; and their contents."""
     work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
     work.mkdir()
     files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
@@ -135,8 +127,7 @@ def plain(path: Path) -> bytes:
 
 # ------------------------------------------------------------------------------------------------ what a proposal does
 def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
-    """Why a train.py is not worth a run; "" if it is. before: what it edits; known: commits that have a run; live: see
-    `live_row`."""
+    """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
@@ -150,7 +141,7 @@ def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) 
 
 
 def live_row(rows: list[dict]) -> int | None:
-    """Which row of train.py's SIZES this GPU takes, as the latest run has printed; None if no run says so."""
+    """The row of train.py's SIZES that the latest run has printed; None if none has."""
     for row in rows[:-20:-1]:
         log = (record_of(row) or PROPOSALS) / "log.txt"
         if found := re.search(r"\bSIZES\[(\d+)\]", plain(log).decode(errors="replace")):
@@ -159,11 +150,10 @@ def live_row(rows: list[dict]) -> int | None:
 
 
 def program(text: bytes, live: int | None = None) -> str:
-    """Equal for two files that do the same but for comments, docstrings and layout; if it does not parse, its words.
-    live: leaves out the sizes in other rows of SIZES, but not from which FLOP/s on they are taken; if SIZE is set, all
-    rows."""
+    """Equal for files that differ in comments, docstrings and layout only. live: also in the sizes, but not the FLOP/s,
+    of other rows of SIZES; if SIZE is set, in any rows."""
     if not (tree := parse(text)):
-        return str(text.split())
+        return str(text.split())  # its words
     for node in ast.walk(tree):
         match getattr(node, "body", None):
             case [ast.Expr(ast.Constant(str())), *rest]:
@@ -190,6 +180,4 @@ def program_of(commit: str) -> str:
 
 
 def parse(text: bytes) -> ast.Module | None:
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(text)
+    return compiled(text, ast.PyCF_ONLY_AST)

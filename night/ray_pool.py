@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import prepare
 from night import checkout
-from night.checkout import GRACE, LOOK, PATIENCE, Checkout
-from night.commits import archive
-from night.pool import PASSIVE, Ended, News, Run, Started, our_files
+from night.checkout import GRACE, LOOK, PATIENCE, Checkout, environment
+from night.git import archive
+from night.pool import Ended, News, Run, Started, our_files
 from prepare import PrepareError
 
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
@@ -131,8 +131,7 @@ def model_of(node: dict) -> str:
 
 
 def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
-    """The cluster's nodes that have the dataset. Those without it prepare it first, unless it is a user's folder.
-    Raises PrepareError if no node has it."""
+    """The nodes that have the dataset; others prepare it, unless it is a user's folder. PrepareError if none has it."""
     import ray
 
     folder, shards = prepare.current_dataset(), None
@@ -145,7 +144,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
     for node, answer in zip(nodes, [task.remote(head, files, command) for task in on], strict=True):
         while not isinstance(event := next_event(answer), Ended):
             pass
-        *_, found = ["nothing", *event.tail] if event.tail else [event.reason]
+        found = event.tail[-1] if event.tail else event.reason
         if found == dataset:
             able.append(node)
         else:
@@ -158,8 +157,7 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
 def run_in_checkout(
     archive: bytes, files: dict, command: list[str], record=None, limit: float = float("inf"), omp: str | None = None
 ) -> Iterator[tuple]:
-    """Ray task: runs a Python command in a temporary checkout. Yields the names and values of events. omp: what the
-    user has set OMP_NUM_THREADS to."""
+    """Ray task: runs a Python command in a temporary checkout; yields events. omp: the user's OMP_NUM_THREADS."""
     import ray
 
     context = ray.get_runtime_context()
@@ -167,21 +165,17 @@ def run_in_checkout(
     (total,) = (node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     usable = len(os.sched_getaffinity(0))  # Ray's count may differ: a quota, or set by hand
     cores = max(1, int(min(usable, total) * assigned / total + 1e-3))
-    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
-    env.pop("OMP_NUM_THREADS", None)  # Ray has set it
-    if omp or cores < usable:
-        env["OMP_NUM_THREADS"] = omp or str(cores)
-    if cores < usable:
-        env = PASSIVE | env
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray has set it
+    env = environment(env | ({"OMP_NUM_THREADS": omp} if omp else {}), cores, usable)
     yield "started", " GPU ".join([os.uname().nodename, *map(str, ray.get_gpu_ids())])
     work = Checkout(archive, files, command, record or {}, env, limit)
     try:
-        while work.at_work():
-            for name, text in work.news():
-                yield "news", name, text
+        over = False
+        while not over:
             time.sleep(LOOK)
-        for name, text in work.news(at_once=True):
-            yield "news", name, text
+            over = not work.at_work()
+            for name, text in work.news(at_once=over):
+                yield "news", name, text
         yield "ended", *work.result()
     finally:
         work.stop()

@@ -1,9 +1,14 @@
-"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json."""
+"""Records of runs: runs/<commit>-<seed>-<budget>/ has a run's log.txt, curve.tsv and summary.json.
+
+`Board` shows those of the runs at work.
+"""
 
 import itertools
 import json
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +56,10 @@ def end_record(folder: Path, reason: str) -> None:
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
     name = record_name(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
-
-    def is_of_this_run(folder: Path) -> bool:  # a summary has no dataset if the run was killed
-        return summary(folder).get("dataset", row["dataset"]) == row["dataset"]
-
-    *_, last = None, *filter(is_of_this_run, itertools.takewhile(Path.exists, folders(name)))
+    last = None
+    for folder in itertools.takewhile(Path.exists, folders(name)):
+        if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:  # it has none if the run was killed
+            last = folder
     return last
 
 
@@ -80,3 +84,44 @@ def run_seconds(rows: list[dict]) -> list[float]:
     """Seconds that the last run of each row trained, without rows that have no record."""
     found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
     return [number for number in found if number]
+
+
+class Board(ExitStack):
+    """One line per active run: updated in place on a terminal, elsewhere printed every minute."""
+
+    def __init__(self, total: int = 0):
+        """total: number of runs; 0 if unknown."""
+        super().__init__()
+        self.total, self.live = total, None
+        self.start = self.shown = time.monotonic()
+
+    def __enter__(self):
+        if sys.stdout.isatty():
+            with suppress(ImportError):  # without rich, print lines
+                from rich.live import Live
+
+                self.live = self.enter_context(Live(auto_refresh=False))
+        return self
+
+    def update(self, records: list[Path], pending: int = 0) -> None:
+        """records: of the active runs; pending: number of runs that have not ended."""
+        now, done = time.monotonic(), self.total - pending
+        if now - self.shown < (0.5 if self.live else 60):
+            return
+        self.shown = now
+        lines = [line(folder) for folder in records if folder.exists()]
+        if self.total:
+            left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
+            lines.append(f"{done} of {self.total} runs have ended{left}")
+        text = "\n".join(lines)
+        self.live.update(text, refresh=True) if self.live else print(text)
+
+
+def line(folder: Path) -> str:
+    """A run's name, step, loss, speed and seconds so far."""
+    points = [point for point in curve(folder) if point.seconds > 0 and point.tokens > 0]
+    if not points:
+        return f"{folder.name:32} starts, {time.time() - folder.stat().st_ctime:.0f} s so far"
+    last = points[-1]
+    pace = f"{last.tokens / last.seconds:,.0f} tok/s, {last.seconds:.0f} s so far"
+    return f"{folder.name:32} step {last.step:.0f}, loss {last.loss:.4f}, {pace}"

@@ -8,8 +8,7 @@ from collections.abc import Collection
 import harness
 from harness import crashed
 from night.attribute import attribute, lineage
-from night.commits import create_ref
-from night.git import git, in_history
+from night.git import create_ref, git, in_history
 from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot

@@ -12,7 +12,7 @@ import harness
 import prepare
 from harness import crashed
 from night.git import commit_of, in_history
-from night.gpus import gpu_names
+from night.pool import gpu_names
 
 
 class Kind(NamedTuple):

@@ -43,11 +43,11 @@ class ExpectedRow:
             self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
             record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
-        self.rows_before = self.count_rows()
+        self.rows_before = len(self.own(harness.read_results()))
 
-    def count_rows(self) -> int:
-        """How many rows of this commit and seed the log has."""
-        return sum(run_name(row) == (self.record["commit"], self.args.seed) for row in harness.read_results())
+    def own(self, log: list[dict]) -> list[dict]:
+        """The rows of this commit and seed."""
+        return [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
 
     def hand_over(self) -> None:
         """Tells log_result, here and in child processes, what to write, and where to put a copy of the row."""
@@ -63,18 +63,13 @@ class ExpectedRow:
             harness.add_row(row)
             return
         if self.args.locked and self.needed:
-            self.drop_rows()
-        if self.needed and self.count_rows() <= self.rows_before:
+            with suppress(OSError, ValueError), harness.edit_log() as log:
+                for row in self.own(log)[self.rows_before :]:  # train.py has written them itself
+                    log.remove(row)
+        if self.needed and len(self.own(harness.read_results())) <= self.rows_before:
             run = dict(gpu=harness.gpu_name(self.args.gpu), dataset=self.dataset)
             run |= dict(budget=self.args.budget, seed=self.args.seed)
             harness.log_result(**run, **found or dict(val_bpb=0.0, memory_gb=0.0, reason=reason))
-
-    def drop_rows(self) -> None:
-        """Takes back the rows that train.py has written itself."""
-        with suppress(OSError, ValueError), harness.edit_log() as log:
-            own = [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
-            for row in own[self.rows_before :]:
-                log.remove(row)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,8 +124,7 @@ def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
 
 
 def lock(args: argparse.Namespace, row: ExpectedRow, options: dict):
-    """Starts the thread that scores the run, from text that it reads now. Changes the options for train.py: its end of
-    the connection, and no held-out text."""
+    """Starts the thread that scores the run. Adds to the options for train.py: a connection, and no held-out text."""
     from harness.remote import Referee
 
     splits = ["val", "test"] if row.record.get("score_test") else ["val"]
@@ -152,8 +146,8 @@ def guard(
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
     Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
-    log: file for the first LOG_BYTES of it and, with echo (also to stdout), the end of longer output. begin: what the
-    command's process does first.
+    log: file for the first LOG_BYTES of it; with echo, which also prints all, for the end, too. begin: called in the
+    command's process.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     end, early, signals = b"", [], []
@@ -208,8 +202,7 @@ def guard(
 
 
 def end_children() -> None:
-    """Kills all descendants of this process: orphans become its children and are next. Leaves alone what is still there
-    after PATIENCE seconds."""
+    """Kills all descendants of this process: orphans become its children and are next. Gives up after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while (pids := Path("/proc/thread-self/children").read_text().split()) and time.monotonic() < end:
         for pid in map(int, pids):

@@ -11,8 +11,7 @@ from prepare import PrepareError
 
 
 def change_status(rows: Iterable[dict], status: str, by: str = "night") -> list[dict]:
-    """Sets the status of rows, but not where a person has decided otherwise; returns those that have it now. Nothing
-    else changes a status."""
+    """Sets the status of rows, unless a person has; returns those that have it now. Nothing else changes a status."""
     for row in rows:
         if by == "person" or row["by"] != "person":
             row |= {"status": status, "by": by}
@@ -25,8 +24,8 @@ def move_to_end(log: list[dict], rows: list[dict]) -> None:
 
 
 def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
-    """base: a row of the reference. If ideas (commits) ran with its seed on its GPU, ended before it and beat it, their
-    rows move to the end of the log, as `keep`."""
+    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, on its GPU, ended before it and
+    beat it: their rows move to the end of the log."""
     with harness.edit_log() as log:
         rows = [row for row in filter(kind.holds, log) if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
         last = {run_name(row): i for i, row in enumerate(rows)}
@@ -37,8 +36,8 @@ def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
 
 
 def discard_by_mean(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
-    """Of ideas that ran with several seeds, discards those whose mean is not below that of `base` with the same seeds
-    on the same GPU: one seed may be lucky. runs: see `run_name`."""
+    """Discards ideas whose mean over several seeds is not below that of `base` with these on the same GPU: one seed may
+    be lucky. runs: see `run_name`."""
     with harness.edit_log() as log:
         rows = [row for row in filter(kind.holds, log) if run_name(row) in runs and good([row], row["commit"])]
         groups = grouped(rows, lambda row: (row["gpu"], row["commit"]))

@@ -17,8 +17,7 @@ if __name__ == "__main__":  # it works in a checkout, whose night/ has no log
 
 import harness
 from harness import crashed
-from night.commits import read_train
-from night.git import branch
+from night.git import branch, read_train
 from night.knobs import SIZES, Knob, edit, read_knobs
 from night.loop import loop
 from night.proposals import accepted, live_row

@@ -13,13 +13,10 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
-from night.commits import doubts
-from night.git import in_history, revisions
-from night.gpus import gpu_names
-from night.live import Board
+from night.git import in_history, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Local, News, Run, Started, label
-from night.records import end_record, new_record
+from night.pool import Local, News, Run, Started, gpu_names, label
+from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
@@ -33,8 +30,7 @@ def wave(args: argparse.Namespace) -> None:
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
     (base,) = revisions([reference(trainer.kind)])
-    for doubt in doubts([commit for commit, _ in ideas]):
-        print(doubt)
+    print_doubts([commit for commit, _ in ideas])
     runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds]
     print(f"\n{table(trainer.train(runs, base), base[0])}")
 
@@ -44,8 +40,8 @@ def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """One line per revision and GPU: val_bpb and the difference from the reference with the same seeds on the same GPU.
-    Both are means over seeds, with standard errors if there are several."""
+    """One line per revision and GPU: val_bpb and its difference from the reference there with the same seeds, both with
+    standard errors if there are several seeds."""
     groups, lines = grouped(rows, lambda row: (row["gpu"], row["commit"])), []
     for (gpu, commit), group in groups.items():
         own, other = scores(group), scores(groups.get((gpu, base), []))
@@ -64,11 +60,9 @@ def table(rows: list[dict], base: str) -> str:
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
-    """The pool at args.address, or this machine's, and the kind of row that runs get there. Scores compare on one GPU
-    model only, so runs go to the most frequent one.
+    """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
 
-    Raises PrepareError if another wave is at work or the log cannot take rows.
-    """
+    Raises PrepareError if another wave is at work or the log cannot take rows."""
     args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
@@ -93,7 +87,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
 
 
 def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
-    """Whether the row's run need not be repeated. A crash of the reference is repeated; a report needs test scores."""
+    """All but crashes of the reference, and rows of a report without a score on test."""
     if crashed(row):
         return row["commit"] != base
     return not kind.report or row["test_bpb"] is not None
@@ -110,7 +104,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.pending = {}  # run: (commit and subject of the revision to beat)
+        self.pending = {}  # run: commit and subject of its `base`, the revision to beat
         self.rivals = defaultdict(set)  # commits that a revision's row judges
         self.records = {}  # run that has started: folder of its record
         self.lost = set()  # runs that were lost, and started again, once
@@ -122,14 +116,10 @@ class Trainer:
         self.board = Board(total)
         return self.board
 
-    def runs(self) -> list[Run]:
-        return [*self.pending]
-
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
-        """Trains the runs that have no row of this kind; returns the last row of each run that has one.
+        """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
 
-        base: commit and subject of the reference. A signal ends all runs and this process.
-        """
+        A signal ends all runs and this process."""
         rows = [row for row in self.kind.rows() if needs_no_repeat(row, self.kind, base[0])]
         done = set() if self.args.again else {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
@@ -163,8 +153,7 @@ class Trainer:
         return min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))
 
     def submit(self, run: Run, base: tuple[str, str], per_gpu: int | None = None) -> None:
-        """Queues a run. base: commit and subject of the revision that it has to beat. per_gpu: if few runs are queued,
-        how many a GPU should take."""
+        """Queues a run. base: what it has to beat. per_gpu: how many a GPU should take, if fewer than it could."""
         args = self.args
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
@@ -181,8 +170,7 @@ class Trainer:
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
 
-        After a signal, ends all runs, then this process with status 130.
-        """
+        After a signal, ends all runs, then this process with status 130."""
         for event in self.pool.events():
             run = event.run
             if self.stopped:  # it may have ended a run, too
@@ -220,13 +208,10 @@ class Trainer:
             sys.exit(130)
 
 
-def log_row(
-    run: Run, kind: Kind, base: tuple[str, str], rows: str, tail: list[str], reason: str = "no row"
-) -> tuple[dict, str]:
+def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `keep_winners` judges it.
-    """
+    An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
     gpu, _, dataset = kind.place()  # on a cluster, this machine's GPU
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):

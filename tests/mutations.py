@@ -849,7 +849,7 @@ SECTIONS = [
         ('if name.endswith(".py")]', "]"),
         ('"ls-files --others")', '"ls-files --others --exclude-standard")'),
     ]),
-    ("Git", "night/commits.py", ["test_wave.py", "-k", "unlike_what"], [
+    ("Git", "night/git.py", ["test_wave.py", "-k", "unlike_what"], [
         ("if names := harness.uncommitted():", "if False:"),
         ('[name for name in harness.DECISIVE if name != "train.py"]', '["harness", "prepare.py"]'),
     ]),
@@ -857,7 +857,7 @@ SECTIONS = [
         ('if "commit" in record:', "if False:"),
     ]),
     ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
-        (" and self.count_rows() <= self.rows_before", ""),
+        (" and len(self.own(harness.read_results())) <= self.rows_before", ""),
         ('    if code < 0:\n        row.make_up("killed")\n', ""),
         ("    harness.handle_signals(signal.SIG_IGN)\n    code", "    code"),
         ("    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)", "    #"),
@@ -931,12 +931,12 @@ SECTIONS = [
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
-    ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
-        ("        if cores < usable:\n", "        if True:\n"),
+    ("The pool", "night/checkout.py", ["test_wave.py", "-k", "taskset"], [
+        ("if cores < usable else env", "if True else env"),
         ("str(min(32, cores))", "str(32)"),
     ]),
-    ("The pool", "night/pool.py", ["test_pool.py", "-k", "spinning"], [
-        ("env = PASSIVE | {", "env = {"),
+    ("The pool", "night/checkout.py", ["test_pool.py", "-k", "spinning"], [
+        ("return PASSIVE | {", "return {"),
     ]),
     ("The pool", "night/run.py", ["test_pool.py", "-k", "guard or before_it"], [
         ("        if os.getppid() != parent:  # it", "        if False:  # it"),
@@ -1017,22 +1017,22 @@ SECTIONS = [
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
         ('in ("keep", "discard", "crash"):', 'in ():'),
         ("            if rows:\n                self.gains.settle(n, base, rows[-1])", "            if False:\n                pass"),
-        ("+ [run for run, _ in self.queue]", ""),
+        (", *(run for run, _ in self.queue)]", "]"),
         ("self.trained += bool(rows)", "self.trained += 0"),
         ("min(pause, LONGEST)", "pause"),
         ("LONGEST = 1800 ", "LONGEST = 300 "),
         ("if reason else (self.refused + 1, 0)", "if False else (self.refused + 1, 0)"),
         ("if reason else (self.refused + 1, 0)", "if reason else (self.refused, self.failed + 1)"),
         ("elif agent.asked >= self.next_ask:", "else:"),
-        ("                if (reason := reason_of(error)) != said:", "                if reason := reason_of(error):"),
+        ("                if reason != said:", "                if reason:"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
-        ("            run, row = self.rows[0]", "            run, row = self.rows.pop()"),
+        ("            row = self.rows[0]", "            row = self.rows.pop()"),
         ("and monotonic() - since > TROUBLE and", "and False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
-        ("if self.over() else self.trainer.slots", "if False else trainer.slots"),
-        ("if self.over() else self.trainer.slots", "if True else self.trainer.slots"),
-        ("while (due := self.due()) and len(self.trainer.pending) < self.trainer.slots:", "while due := self.due():"),
+        ("if over else trainer.slots", "if False else trainer.slots"),
+        ("if over else trainer.slots", "if True else trainer.slots"),
+        ("for item in due[: trainer.slots - len(trainer.pending)]:", "for item in due:"),
         ("if AGAIN in item[0].description or not over", "if AGAIN in item[0].description"),
         (" if AGAIN in item[0].description or not over", ""),
         ("if AGAIN in item[0].description or not over", "if not over"),
@@ -1082,7 +1082,7 @@ SECTIONS = [
         ("[gain for gain in gains if gain.group == group]", "gains"),
         ("middle = (len(others) + 1) // 2", "middle = len(others)"),
         ("gain.size, reverse=True", "gain.size"),
-        ("if both is not None and compiles(both):", "if both is not None:"),
+        ("if both is not None and compiled(both):", "if both is not None:"),
         ('if row["status"] == "keep"}\n            self.decided("discard"', '}\n            self.decided("discard"'),
         ("left = [] if gained else split(gains)", "left = []"),
         ("            if not trains:  # it has been tried\n                self.settle_again(False)", "            pass"),
@@ -1090,7 +1090,7 @@ SECTIONS = [
         ("first not in merged and first.bpb < self.score(now)", "False"),
         ("first not in merged and first.bpb < self.score(now)", "first not in merged"),
         ("first.subject.partition(AGAIN)[0][:100]", "first.subject[:100]"),
-        ('(shared := git("merge-base", head, commit)) == head', '(shared := git("merge-base", head, commit))'),
+        ('(shared := git("merge-base", head, commit)) != head', '(shared := git("merge-base", head, commit))'),
         ('("HEAD", commit, *night)', '("HEAD", commit)'),
         ('                git("checkout", "-q", commit, "--", "train.py")', "                pass"),
     ]),
@@ -1144,8 +1144,8 @@ SECTIONS = [
         ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
-        ("filter(is_of_this_run, ", "filter(None, "),
-        ("*_, last = None, *filter", "_, last, *_ = None, *filter"),
+        ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
+        ("            last = folder\n", "            return folder\n"),
         ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
@@ -1189,7 +1189,7 @@ SECTIONS = [
         ("min(after) / max(before)) > SLOWER:", "min(before) / max(after)) > SLOWER:"),
         ("if before and after and", "if"),
     ]),
-    ("What runs", "night/live.py", ["test_memory.py", "-k", "leave_records"], [
+    ("What runs", "night/records.py", ["test_memory.py", "-k", "leave_records"], [
         ("last.tokens / last.seconds", "last.tokens"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [
@@ -1234,19 +1234,19 @@ SECTIONS = [
         ("    del os.environ[name]", "    pass"),
         ("GIT_CONFIG_GLOBAL=os.devnull, ", ""),
     ]),
-    ("Refs", "night/commits.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
+    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
         ('git("update-ref", ref, commit, "")', 'git("update-ref", ref, commit)'),
         ('f"refs/heads/{name}", commit, before)', 'f"refs/heads/{name}", commit)'),
         ("commit if place.endswith('/') else ''", "''"),
         ('git_bytes("ls-tree", "-rz", commit)', 'git_bytes("archive", commit)'),
         ("for other in (name, *(", "for other in (*("),
     ]),
-    ("Attribution", "night/commits.py", ["test_attribute.py", "-k", "same_lines or luck"], [
+    ("Attribution", "night/git.py", ["test_attribute.py", "-k", "same_lines or luck"], [
         ("GIT_COMMITTER_DATE=date", "X=date"),
         ("(text, after, before)", "(text, before, after)"),
         ("for i in sorted(dropped, reverse=True):", "for i in sorted(dropped):"),
         ("if without(files, dropped - {other}) is not None", "if False"),
-        ("    return text if compiles(text) else None", "    return text"),
+        ("    return text if compiled(text) else None", "    return text"),
     ]),
     ("The report", "night/report.py", ["test_report.py"], [
         ("101 + args.seeds", "101 + 3"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import harness
 from night import git as night_git
 from night import proposals, records
-from night.commits import read_train
-from night.live import Board
+from night.git import read_train
 from night.pool import Ended, News, Run, Started
+from night.records import Board
 from night.rows import Kind
 from night.wave import Trainer
 

@@ -13,7 +13,8 @@ from test_report import LABEL, Morning
 
 import harness
 import prepare
-from night import commits, proposals
+from night import git as commits
+from night import proposals
 from night.attribute import Change, attribute, halves, lineage, possible, prune, try_changes
 from night.git import revisions
 

@@ -20,7 +20,7 @@ from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
-from night import ideas, live, plot, records, show
+from night import ideas, plot, records, show
 from night import noise as noises
 from night.records import Point, record_name
 
@@ -74,7 +74,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         assert wave.poll() is None, wave.stdout.read()
     while len(clone.rows()) < 4:  # two of the reference, from before
         time.sleep(0.05)
-    line = live.line(folder)
+    line = records.line(folder)
     assert line.startswith(folder.name) and "step 40, loss 2.0000, 150,000 tok/s, 10 s so far" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
@@ -150,7 +150,7 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, tm
     (point,) = records.curve(first)  # the last line is being written
     assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
     (second / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t0.00\t8192\t9\t0.1\n2\t0.01\t0\t9\t0.1\n")
-    assert " starts, " in live.line(second)  # a first step within 5 ms, no tokens
+    assert " starts, " in records.line(second)  # a first step within 5 ms, no tokens
 
 
 def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):

@@ -24,8 +24,8 @@ import prepare
 from night import git as git_of_night
 from night import rows, statuses
 from night.__main__ import main, parse
-from night.commits import commit_train
 from night.gains import Gains
+from night.git import commit_train
 from night.loop import Loop
 from night.noise import Noise, seed_noise
 from night.plot import plot

@@ -67,7 +67,7 @@ def test_runs_are_spread_over_gpus_which_they_see_alone_and_the_next_one_begins_
 
 def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(local, monkeypatch):
     """A run that has all of them keeps PyTorch's choice."""
-    for name in pool.PASSIVE:
+    for name in checkout.PASSIVE:
         monkeypatch.delenv(name, raising=False)
 
     def told(local: Local, per_gpu: int) -> list[str | None]:

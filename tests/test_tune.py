@@ -18,7 +18,7 @@ from night import agent as agents
 from night import loop as loops
 from night import proposals, tune
 from night.__main__ import parse
-from night.commits import commit_train
+from night.git import commit_train
 from night.knobs import edit, read_knobs
 from night.report import best_of
 from night.rows import arm, arms

@@ -21,11 +21,12 @@ from test_night import Night, command
 
 import harness
 import prepare
-from night import gpus, rows
+from night import pool as gpus
+from night import rows
 from night import wave as waves
 from night.__main__ import parse
-from night.live import Board
 from night.pool import Ended, Run
+from night.records import Board
 from night.rows import Kind, kind_here
 from night.statuses import discard_by_mean, keep_winners
 from night.wave import Trainer, log_row, table
@@ -159,7 +160,7 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
 
 def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(gpus, "ask_gpus", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
+    monkeypatch.setattr(waves, "gpu_names", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
     monkeypatch.setattr(waves, "Local", lambda places, *_: places)
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")

@@ -23,8 +23,7 @@ import harness
 import train
 from night.__main__ import parse
 from night.attribute import Change, estimate, score_runs, try_changes
-from night.commits import commit_train, read_train
-from night.git import commit_of
+from night.git import commit_of, commit_train, read_train
 from night.noise import ATTRIBUTION_SEEDS
 from night.wave import Trainer, start_pool
 
