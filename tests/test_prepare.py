@@ -37,7 +37,7 @@ def test_a_second_run_changes_nothing(prepared, corpus, tokenizer, monkeypatch, 
 def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
     (tmp_path / "🚀").symlink_to(prepared)
     monkeypatch.setenv("PYTHONIOENCODING", "gbk")
-    run = run_prepare(cache=tmp_path / "🚀")
+    run = run_prepare("--verify", cache=tmp_path / "🚀")
     assert run.returncode == 0 and re.search(r"ready: .* in .*/\?/", run.stdout), run
 
 
