@@ -152,7 +152,7 @@ def test_every_arrow_type_that_holds_strings_is_text(tmp_path, kind):
 
 
 @pytest.mark.parametrize("values", [[1, None], [b"bytes"], [["a list"]], [1.5]], ids=str)
-def test_a_column_of_anything_else_is_refused_by_the_name_of_its_type(tmp_path, values):
+def test_a_column_that_holds_no_text_is_refused_by_the_name_of_its_type(tmp_path, values):
     write_parquet(tmp_path / "a.parquet", values)
     kind = str(pa.array(values).type).partition("<")[0]
     with pytest.raises(prepare.PrepareError, match=rf"no string column `text` \({kind}"):
@@ -234,7 +234,7 @@ def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
     start = time.perf_counter()
     run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
     assert run.returncode == 1 and "cannot reach https://huggingface.co (no answer within 6 s)" in run.stderr, run
-    assert time.perf_counter() - start < 100
+    assert time.perf_counter() - start < 50
 
 
 # Tokenizer and token shards
