@@ -524,7 +524,7 @@ def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
     torch.testing.assert_close(*tables, rtol=1e-3, atol=1e-4)
 
 
-def test_zeroed_gradients_are_gone_a_second_step_uses_none_twice_and_a_step_without_scaler_is_possible_at_any_time(any_model):
+def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_scaler(any_model):
     optimizer, scaler = train.make_optimizer(any_model), torch.amp.GradScaler("cpu", init_scale=16.0)
     gradients(any_model)
     optimizer.zero_grad()
