@@ -87,7 +87,7 @@ def test_each_gpu_is_found_with_the_peak_flops_of_its_datasheet_and_no_line_doub
     device, gpu = harness.pick_gpu()
     assert (device.type, gpu.capability, gpu.memory, gpu.has_fa3) == ("cuda", capability, 16e9, capability == (9, 0))
     assert gpu.peak_flops == pytest.approx(tflops * 1e12, rel=0.015)
-    assert capsys.readouterr().out == "" and harness.gpu_name() == name
+    assert capsys.readouterr().out == "" and harness.gpu_name() == name and harness.this_gpu() == gpu
     if chip.replace(" ", "") in harness.GPUS:
         named = harness.named_gpu(chip.replace(" ", ""))
         assert (named.capability, named.peak_flops) == (capability, gpu.peak_flops)
