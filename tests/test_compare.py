@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from bench_train import measure
-from small_corpus import copy_files, run_prepare, texts, write_corpus, write_parquet
+from small_corpus import copy_files, texts, write_corpus, write_parquet
 
 import prepare
 
@@ -73,19 +73,26 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> tuple[Path, Path]:
-    """A shuffled corpus, and the cache that it is prepared in."""
+def corpus(tmp_path_factory) -> Path:
+    """A shuffled corpus, beside the cache that it is prepared in and the rows that are saved of it."""
     place = tmp_path_factory.mktemp("compare")
     compare.shuffle(write_corpus(place / "source"), place / "new")
-    run_prepare("--data", place / "new", cache=place / "cache").check_returncode()
-    return place / "new", place / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTORESEARCH_CACHE", str(place / "cache"))
+        tokenizer = prepare.Tokenizer.from_directory(prepare.prepare(str(place / "new")))
+        compare.save_rows(prepare, tokenizer, place / "rows.npz")
+    return place / "new"
 
 
-def test_windows_are_val_bpb_and_rows_are_scored_target_by_target(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(corpus[1]))
-    tokenizer = prepare.Tokenizer.from_directory()
-    compare.save_rows(prepare, tokenizer, saved := tmp_path / "rows.npz")
-    model = Model()
+@pytest.fixture
+def saved(corpus, monkeypatch) -> Path:
+    """The rows; and the cache is the current one."""
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(corpus.with_name("cache")))
+    return corpus.with_name("rows.npz")
+
+
+def test_windows_are_val_bpb_and_rows_are_scored_target_by_target(saved):
+    tokenizer, model = prepare.Tokenizer.from_directory(), Model()
     nats = lambda x, y: model(x, y, "none")  # noqa: E731
     expected = prepare.evaluate_bpb(model, tokenizer, 1, 2048)
     x, y = (torch.from_numpy(part).long() for part in np.load(saved)["rows"])
@@ -136,14 +143,11 @@ print(f"val_bpb: {evaluate_bpb(Uniform(), tokenizer, 2)}\\nnum_steps: {step + 1}
 
 
 @pytest.mark.parametrize(("steps", "ends"), [(180, True), pytest.param(181, False, marks=pytest.mark.slow)])
-def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(corpus[1]))
+def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, corpus, saved, tmp_path):
     (tmp_path / "prepare.py").write_text(PEER_PREPARE)
     (tmp_path / "train.py").write_text(PEER_TRAIN)
-    tokenizer = prepare.Tokenizer.from_directory()
-    compare.save_rows(prepare, tokenizer, saved := tmp_path / "rows.npz")
     copy_files(clone := tmp_path / "clone")  # this one may have a dataset of its own
-    code, *rest = compare.child(f"{tmp_path}/train.py", corpus[0], saved, steps)
+    code, *rest = compare.child(f"{tmp_path}/train.py", corpus, saved, steps)
     code = code.replace("compare.adapt", f"compare.ROOT = type(compare.ROOT)({str(clone)!r})\ncompare.adapt")
     summary = measure(code, *rest, log := tmp_path / "log")
     assert ("rows" in summary) == ends, log.read_text()
@@ -156,10 +160,7 @@ def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, 
 
 
 @pytest.mark.slow
-def test_train_py_is_run_and_scored_by_both(corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(corpus[1]))
-    tokenizer = prepare.Tokenizer.from_directory()
-    compare.save_rows(prepare, tokenizer, saved := tmp_path / "rows.npz")
-    summary = measure(*compare.child("default", corpus[0], saved, 1, seed=7), log := tmp_path / "log")
+def test_train_py_is_run_and_scored_by_both(corpus, saved, tmp_path):
+    summary = measure(*compare.child("default", corpus, saved, 1, seed=7), log := tmp_path / "log")
     assert float(summary["windows"]) == float(summary["val_bpb"]) and float(summary["rows"]) > 0, log.read_text()
     assert re.search("not logged", log.read_text()) and summary["seed"] == "7"

@@ -110,8 +110,8 @@ def assert_rows_match(*args, rtol: float, atol: float, grad_rtol: float, grad_at
 
 
 @pytest.mark.parametrize("rows", ROW_KERNELS)
-@pytest.mark.parametrize("softcap", [None, 1.0, 15.0])
-@pytest.mark.parametrize("v", [1, 41, 8192, *(pytest.param(v, marks=pytest.mark.slow) for v in (32000, 50257))])
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize("v", [1, 41, 8192, pytest.param(50257, marks=pytest.mark.slow)])
 def test_rows_match_float64(rows, v, softcap, device):
     logits = 5 * torch.randn(5, v, generator=torch.Generator().manual_seed(v)).to(device)
     targets = torch.tensor([0, v - 1, v // 2, -1, v // 3], device=device)
@@ -166,21 +166,11 @@ def test_a_target_out_of_range_is_never_silent(ignore_index, device):
             fused_cross_entropy(logits.cpu(), targets.cpu(), ignore_index=ignore_index)
 
 
-def test_scaling_multiplies_in_fp32(device):
-    x = torch.randn(73, 137, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    for value in (1 / 3, 1.0, -3e4):  # -3e4 overflows fp16 in places
-        factor = torch.tensor(value, device=device)
-        expected = (x.float() * factor).half()
-        with torch.no_grad():
-            assert torch.equal(kernels._scaled(x.clone(), factor), expected)
-            assert torch.equal(kernels._scaled(x.T.clone().T, factor), expected)
-
-
 # -- The linear operator
 
 SHAPES = [(1, 32, 300), (77, 24, 1), (9 * 7, 48, 41), (3 * 423, 16, 130)] + [
     pytest.param((n, 256, v), marks=pytest.mark.gpu)
-    for n, v in [(2 * 4096, 32000), (3 * 423, 32000), (8192, 49152), (4096, 50257), (512, 128256), (300, 262144)]
+    for n, v in [(3 * 423, 32000), (8192, 49152), (4096, 50257), (300, 262144)]
 ]
 
 
@@ -229,14 +219,15 @@ def test_of_loss_and_log_sum_exp_one_that_nobody_uses_leaves_the_other_its_gradi
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_no_logits_are_saved_but_given_ones(function, device):
+def test_no_logits_are_saved_but_given_ones_and_a_second_derivative_is_refused(function, device):
     x, weight, targets = example(60, 16, 30, torch.float32, device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = function(x, weight, targets)
     large = {t.data_ptr() for t in saved if t.numel() >= 60 * 30}
     assert len(large) == (function is of_logits)
-    loss.backward()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 15.0])
@@ -292,16 +283,15 @@ def test_fp16_keeps_the_gradients_of_rare_classes(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("only", ["x", "weight"])
+@pytest.mark.parametrize("only", [0, 1], ids=["x", "weight"])
 def test_gradient_for_one_input_only(only, reduction, device):
-    x, weight, targets = example(50, 16, 30, torch.float32, device)
-    _, dx, dw = gradients(fused_linear_cross_entropy, x, weight, targets, reduction=reduction)
-    (x if only == "weight" else weight).requires_grad_(False)
-    loss = fused_linear_cross_entropy(x, weight, targets, reduction=reduction)
+    *inputs, targets = example(50, 16, 30, torch.float32, device)
+    expected = gradients(fused_linear_cross_entropy, *inputs, targets, reduction=reduction)[1 + only]
+    inputs[1 - only].requires_grad_(False)
+    loss = fused_linear_cross_entropy(*inputs, targets, reduction=reduction)
     (loss * torch.linspace(0, 1, 50, device=device) if loss.dim() else loss).sum().backward()
-    expected, got, other = (dx, x.grad, weight.grad) if only == "x" else (dw, weight.grad, x.grad)
-    assert other is None
-    torch.testing.assert_close(got, expected)
+    assert inputs[1 - only].grad is None
+    torch.testing.assert_close(inputs[only].grad, expected)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
@@ -372,21 +362,21 @@ def test_any_strides(strided, repeated, device, monkeypatch):
 
 def test_mistakes_are_named(device):
     x, weight, targets = example(6, 16, 30, torch.float32, device)
-    with pytest.raises(ValueError, match="'mean', 'sum' or 'none', not 'avg'"):
-        fused_linear_cross_entropy(x, weight, targets, reduction="avg")
-    with pytest.raises(ValueError, match="softcap"):
-        fused_linear_cross_entropy(x, weight, targets, softcap=1e3)
-    with pytest.raises(ValueError, match="targets must have shape"):
-        fused_linear_cross_entropy(x, weight, targets[:5])
-    with pytest.raises(TypeError, match="int64"):  # the weight would be rounded, too
-        fused_linear_cross_entropy(x.long(), weight, targets)
-    for function in BOTH:
-        with pytest.raises(TypeError, match=r"integer targets.*float32$"):
-            function(x, weight, targets.float())
-    for moved in range(3):  # a custom op would return uninitialized memory
-        tensors = [t.detach().to("meta") if i == moved else t for i, t in enumerate((x, weight, targets))]
-        with pytest.raises(ValueError, match="must be on"):
-            fused_linear_cross_entropy(*tensors)
+    for mistake, match, args, options in (
+        (ValueError, "'mean', 'sum' or 'none', not 'avg'", (x, weight, targets), dict(reduction="avg")),
+        (ValueError, "softcap", (x, weight, targets), dict(softcap=1e3)),
+        (ValueError, "targets must have shape", (x, weight, targets[:5]), {}),
+        (TypeError, "int64", (x.long(), weight, targets), {}),  # the weight would be rounded, too
+        (TypeError, r"integer targets.*float32$", (x, weight, targets.float()), {}),
+        # a custom op would return uninitialized memory
+        (ValueError, "must be on", (x.to("meta"), weight, targets), {}),
+        (ValueError, "must be on", (x, weight.to("meta"), targets), {}),
+        (ValueError, "must be on", (x, weight, targets.to("meta")), {}),
+    ):
+        with pytest.raises(mistake, match=match):
+            fused_linear_cross_entropy(*args, **options)
+    with pytest.raises(TypeError, match=r"integer targets.*float32$"):
+        fused_cross_entropy(x, targets.float())
     with pytest.raises(ValueError, match="not on meta"):
         fused_cross_entropy(x, targets.to("meta"))
 
@@ -429,7 +419,7 @@ def test_an_ignored_row_has_no_loss_and_no_gradient(function, dtype, reduction, 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("function", ALL)
-def test_backward_can_run_twice_and_accumulates(function, reduction, device):
+def test_backward_can_run_twice_and_accumulates_and_activations_can_be_checkpointed(function, reduction, device):
     x, weight, targets = example(90, 16, 30, torch.float32, device)
     expected = gradients(function, x, weight, targets, factor=5, reduction=reduction)
     loss = function(x, weight, targets, reduction=reduction)
@@ -437,21 +427,10 @@ def test_backward_can_run_twice_and_accumulates(function, reduction, device):
     (2 * loss).backward(retain_graph=True)
     (3 * loss).backward()
     torch.testing.assert_close((x.grad, weight.grad), expected[1:])
-
-
-@pytest.mark.parametrize("function", ALL)
-def test_a_second_derivative_is_refused(function, device):
-    x, weight, targets = example(9, 16, 30, torch.float32, device)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(function(x, weight, targets), x, create_graph=True)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant, device):
-    x, weight, targets = example(90, 16, 30, torch.float32, device)
-    checkpointed = lambda *args, **kw: checkpoint(fused_linear_cross_entropy, *args, use_reentrant=reentrant, **kw)  # noqa: E731
-    expected = gradients(fused_linear_cross_entropy, x, weight, targets)
-    torch.testing.assert_close(gradients(checkpointed, x, weight, targets), expected)
+    run = functools.partial(function, reduction=reduction)  # reentrant checkpoints take no keywords
+    for reentrant in (True, False):
+        checkpointed = functools.partial(checkpoint, run, use_reentrant=reentrant)
+        torch.testing.assert_close(gradients(checkpointed, x, weight, targets, factor=5), expected)
 
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -476,7 +455,7 @@ def test_one_dynamic_graph_serves_every_batch_size(function, device, dtype=torch
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    for n in (64, 48, 33, 20, 7):
+    for n in (64, 33, 7):
         x, weight, targets = example(n, 16, 30, dtype, device)
         result, expected = (gradients(f, x, weight, targets) for f in (compiled, function))
         torch.testing.assert_close(result, expected, rtol=4 * UNIT[dtype], atol=UNIT[dtype])
@@ -574,14 +553,6 @@ def test_offsets_beyond_2_to_the_31():
 
 
 @pytest.mark.gpu
-def test_the_weight_gradient_of_256k_classes_matches_float64():
-    x, weight, targets = example(4096, 32, 262144, torch.bfloat16, torch.device("cuda"))
-    _, _, dw = gradients(fused_linear_cross_entropy, x, weight, targets)
-    _, _, expected = in_float64(x, weight, targets)
-    assert error(dw, expected) < 4 * UNIT[torch.bfloat16]
-
-
-@pytest.mark.gpu
 def test_no_host_sync():
     x, weight, targets = example(9000, 64, 1000, torch.bfloat16, torch.device("cuda"))
     for function in ALL:
@@ -628,22 +599,20 @@ def test_a_bf16_weight_of_a_large_vocabulary_costs_its_gradient_and_one_chunk():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [65536, 262144])
-def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n):
+@pytest.mark.parametrize(("n", "mib"), [(65536, 220), (262144, 420)])
+def test_extra_memory_is_bounded_and_without_gradients_one_chunk(n, mib):
     x, weight, targets = example(n, 512, 8192, torch.bfloat16, torch.device("cuda"))
 
-    def train() -> None:
+    def train(function=fused_linear_cross_entropy) -> None:
         x.grad = weight.grad = None
-        fused_linear_cross_entropy(x, weight, targets, softcap=15.0).backward()
+        function(x, weight, targets, softcap=15.0).backward()
 
     train()
     x.grad = weight.grad = None
-    mib = 2**20
-    limit = (220 if n == 65536 else 420) * mib
-    assert peak(train) <= limit
+    assert peak(train) <= mib * 2**20
     x.grad = weight.grad = None
-    assert peak(lambda: with_z_loss(x, weight, targets, softcap=15.0).backward()) <= limit
+    assert peak(lambda: train(with_z_loss)) <= mib * 2**20
     with torch.no_grad():
         forward = peak(lambda: fused_linear_cross_entropy(x, weight, targets, softcap=15.0))
     chunk = kernels._chunk_rows(n, 8192, 2, x.device) * 8192 * 2
-    assert forward <= chunk + 8192 * 512 * 2 + 8 * mib
+    assert forward <= chunk + 8192 * 512 * 2 + 8 * 2**20

@@ -22,7 +22,7 @@ from harness import GPU, Clock
 SOURCE = (ROOT / "train.py").read_text()
 STEPS = 4
 TINY = dict(depth=2, n_embd=64, head_dim=32, seq_len=64, window=32, device_batch_size=4)
-TINY |= dict(total_batch_size=256, ngram_rows=512)
+TINY |= dict(total_batch_size=256, ngram_rows=512, eval_seq_len=128)
 
 
 @dataclass
@@ -214,11 +214,6 @@ EDITS = {
         "        h = norm(x)\n        x = x + self.attn(h, idx, cos, sin)\n",
     ),
 }  # fmt: skip
-RARE = {  # tested with -m slow alone: rare, or never known to fail
-    "Lion by hand", "a convolution", "T = 397, a prime", "frozen tables", "deeper", "wider", "other heads",
-    "half the context", "cosine schedule", "warm-up", "windows that grow", "full context elsewhere",
-    "fp32 everywhere", "parallel attention and MLP",
-}  # fmt: skip
 
 
 def table() -> str:
@@ -278,9 +273,7 @@ def run(edit: Edit, tokenizer, device: torch.device, gpu: GPU, capsys) -> None:
     assert re.search(edit.says, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in EDITS]
-)
+@pytest.mark.parametrize("name", EDITS)
 def test_an_ordinary_edit_in_one_place_or_two_trains(name, tokenizer, capsys):
     edit = EDITS[name]
     assert 1 <= len(edit.places) + bool(edit.sizes) <= 2
@@ -299,7 +292,6 @@ def test_an_ordinary_edit_trains_in_half_precision(name, fp16, tokenizer, capsys
 
 
 def test_the_table_in_the_docs_is_that_of_these_edits():
-    assert EDITS.keys() > RARE
     assert table() in (ROOT / "docs" / "edits.md").read_text()
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_corpus import copy_files
-from test_referee import FALSE, HONEST, LM, B, T, reference
+from test_referee import FALSE, HONEST, B, T, models, reference
 
 import harness
 import prepare
@@ -72,92 +72,72 @@ if __name__ == "__main__":
 FALSE_ROW = "dict(val_bpb=0.1, memory_gb=1.0, gpu='cpu', dataset='d', budget='0.0003 M tokens')"
 SUMMARY = "print('---', 'val_bpb:          0.100000', 'status:           keep', sep='\\n', flush=True)"
 SCORED = ""  # as what it predicts
+TRAINED_LONGER = "trained for [1-9] s, not 0"
 
-# By name: an edit, and the reason that it gets
+# By the reason of their row: edits, by name
 LIES = {
-    "replaces_the_metric": ("harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1", SCORED),
-    "replaces_the_score": ("harness.summary.score = lambda *_: 0.1", "no row"),
-    "replaces_the_referee": (
-        "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
+    SCORED: {
+        "replaces_the_metric": "harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1",
+        "replaces_the_referee": "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
         "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
-        SCORED,
-    ),
-    "replaces_the_text": ("prepare.eval_batches = prepare.TokenStream.read = None", SCORED),
-    "replaces_sizes": ("prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)", SCORED),
-    "replaces_arithmetic": (
-        "import math; math.log = lambda _: 1e9\ntorch.Tensor.logsumexp = lambda x, *_: x[..., :1] * 0",
-        SCORED,
-    ),
-    "says_another_score": (
-        "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
-        SCORED,
-    ),
-    "sends_a_score": ("remote.tell(val_bpb=0.1, scores={'val': 0.1})", SCORED),
-    "never_asks": (f"harness.run = lambda *_: {SUMMARY}", "no row"),
-    "exits_after_a_false_summary": (f"def step(_):\n    {SUMMARY}\n    os._exit(0)", "no row"),
-    "writes_a_row": (f"harness.log_result(**{FALSE_ROW})", SCORED),
-    "writes_a_row_and_ends": (f"harness.log_result(**{FALSE_ROW})\nos._exit(0)", "no row"),
-    "writes_a_row_later": (
-        f"if not os.fork():\n    os.setsid(); time.sleep(1); harness.log_result(**{FALSE_ROW}); time.sleep(99)",
-        SCORED,
-    ),
-    "writes_a_row_when_it_is_scored": (
-        "answer = remote.answer\n"
+        "replaces_the_text": "prepare.eval_batches = prepare.TokenStream.read = None",
+        "replaces_sizes": "prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)",
+        "replaces_arithmetic": "import math; math.log = lambda _: 1e9\n"
+        "torch.Tensor.logsumexp = lambda x, *_: x[..., :1] * 0",
+        "says_another_score": "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
+        "sends_a_score": "remote.tell(val_bpb=0.1, scores={'val': 0.1})",
+        "writes_a_row": f"harness.log_result(**{FALSE_ROW})",
+        "writes_a_row_later": "if not os.fork():\n    os.setsid(); time.sleep(1)\n"
+        f"    harness.log_result(**{FALSE_ROW}); time.sleep(99)",
+        "writes_a_row_when_it_is_scored": "answer = remote.answer\n"
         f"remote.answer = lambda *args: (answer(*args), harness.log_result(**{FALSE_ROW}), os._exit(0))",
-        SCORED,
-    ),
-    "says_it_is_another_run": (
-        "harness.experiment.git_head = lambda: ('fffffff', 'mine')\n"
+        "says_it_is_another_run": "harness.experiment.git_head = lambda: ('fffffff', 'mine')\n"
         "harness.experiment.gpu_name = harness.experiment.dataset_id = lambda *_: 'mine'",
-        SCORED,
-    ),
-    "forgets_night": ("os.environ.pop('AUTORESEARCH_RUN')", "no row|exit status 1"),
-    "is_scored_twice": (
-        "def train_(real):\n    def train(*args):\n        model, _ = real(*args)\n"
+        "is_scored_twice": "real = train\ndef train(*args):\n    model, _ = real(*args)\n    for _ in '12':\n"
         "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
-        "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
-        "        return model, {}\n    return train\ntrain = train_(train)",
-        SCORED,
-    ),
-    "asks_for_another_split": ("remote.tell(split='train', batch_size=1, seq_len=9, dtype='', memory=0)", "no score"),
-    "asks_for_no_batches": ("remote.tell(split='val', batch_size=-6, seq_len=-48, dtype='', memory=0)", "cannot score"),
-    "asks_for_huge_batches": ("remote.tell(split='val', batch_size=9**9, seq_len=1, dtype='', memory=0)", "cannot"),
-    "asks_for_no_numbers": ("remote.tell(split='val', batch_size='6', seq_len=[], dtype={}, memory=0)", "no score"),
-    "counts_to_infinity": ("remote.tell(tokens=float('inf'))", ".* has no number"),
-    "counts_below_0": ("remote.tell(tokens=-1)", ".* has no number"),
-    "sends_a_pickle": (
-        "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
+        "    return model, {}",
+        "sends_rows_unasked": "remote.channel().send_bytes(b'')",
+    },
+    "no row": {
+        "replaces_the_score": "harness.summary.score = lambda *_: 0.1",
+        "never_asks": f"harness.run = lambda *_: {SUMMARY}",
+        "exits_after_a_false_summary": f"def step(_):\n    {SUMMARY}\n    os._exit(0)",
+        "writes_a_row_and_ends": f"harness.log_result(**{FALSE_ROW})\nos._exit(0)",
+    },
+    "no row|exit status 1": {"forgets_night": "os.environ.pop('AUTORESEARCH_RUN')"},
+    "no score": {
+        "asks_for_another_split": "remote.tell(split='train', batch_size=1, seq_len=9, dtype='', memory=0)",
+        "asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], dtype={}, memory=0)",
+    },
+    "no score: UnicodeDecodeError|no score: JSONDecodeError": {
+        "sends_a_pickle": "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
         "remote.channel().send_bytes(pickle.dumps(Evil()))",
-        "no score: UnicodeDecodeError|no score: JSONDecodeError",
-    ),
-    "sends_too_much": (
-        "remote.channel().send_bytes(bytes(2**17))",
-        "(BrokenPipe|ConnectionReset)Error line|no row",
-    ),
-    "sends_rows_unasked": ("remote.channel().send_bytes(b'')", SCORED),
-    "cuts_the_file_of_logits": (
-        "send = remote.Connection.send_bytes\n"
+    },
+    "cannot score": {
+        "asks_for_no_batches": "remote.tell(split='val', batch_size=-6, seq_len=-48, dtype='', memory=0)",
+        "asks_for_huge_batches": "remote.tell(split='val', batch_size=9**9, seq_len=1, dtype='', memory=0)",
+    },
+    ".* has no number": {
+        "counts_to_infinity": "remote.tell(tokens=float('inf'))",
+        "counts_below_0": "remote.tell(tokens=-1)",
+    },
+    "(BrokenPipe|ConnectionReset)Error line|no row": {
+        "sends_too_much": "remote.channel().send_bytes(bytes(2**17))",
+    },
+    "the logits are gone": {
+        "cuts_the_file_of_logits": "send = remote.Connection.send_bytes\n"
         "remote.Connection.send_bytes = lambda self, b: ("
         "os.ftruncate(harness.night_record()['logits'], 9) if not b else 0, send(self, b))",
-        "the logits are gone",
-    ),
-    "stops_the_clock": (
-        "harness.clock.time = SimpleNamespace(perf_counter=iter(i / 1500 for i in range(9**9)).__next__)",
-        "trained for [1-9] s, not 0",
-    ),
-    "trains_after_the_clock": (
-        "stop = harness.Clock.stop\nharness.Clock.stop = lambda self: (stop(self), time.sleep(1.5))",
-        "trained for [1-9] s, not 0",
-    ),
-    "starts_the_clock_twice": (
-        "stop = harness.Clock.stop\n"
+    },
+    TRAINED_LONGER: {
+        "stops_the_clock": "times = iter(i / 1500 for i in range(9**9))\n"
+        "harness.clock.time = SimpleNamespace(perf_counter=times.__next__)",
+        "trains_after_the_clock": "stop = harness.Clock.stop\n"
+        "harness.Clock.stop = lambda self: (stop(self), time.sleep(1.5))",
+        "starts_the_clock_twice": "stop = harness.Clock.stop\n"
         "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))",
-        "trained for [1-9] s, not 0",
-    ),
-    "never_starts_the_clock": (
-        "start = remote.tell\nharness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
-        "trained for [1-9] s, not 0",
-    ),
+        "never_starts_the_clock": "harness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
+    },
 }
 # What Landlock forbids
 FENCED = {
@@ -185,20 +165,23 @@ HONEST_EDITS = {
     "scores_in_one_row": "LM.forward = lambda self, idx: (setattr(self, 'x', 1), self.w.expand(*idx.shape, -1))[1]",
     "threads_of_its_own": "torch.set_num_threads(2)",
 }
-FAILURES = {
-    "a_leak": (
-        "LM.forward = lambda self, idx: torch.nn.functional.one_hot(idx.roll(-1, 1), len(self.w)).float()",
-        r"sees the future: position \d+ changes with token \d+",
-    ),
-    "nan": ("LM.forward = lambda self, idx: self.w.expand(*idx.shape, -1) * float('nan')", "val_bpb is nan"),
-    "nan_in_training": ("def step(_): raise FloatingPointError('NaN at step 3')", "NaN at step 3"),
-    "an_error": ("def step(_): raise KeyError('a')", r"KeyError line \d+, called from line \d+"),
-    "no_prediction": ("LM.forward = lambda self, idx: None", r"model\(x\) must give logits .*, not NoneType"),
-    "out_of_memory": ("LM.forward = lambda self, idx: [][torch.empty(2**60)]", "out of memory|RuntimeError|MemoryErr"),
-    "a_typo": ("harness.ron", r"AttributeError line \d+"),
-    "exit": ("def step(_): sys.exit(3)", "exit status 3"),
-    "killed": ("def step(_): os.kill(os.getpid(), 9)", "killed"),
+FAILURES = {  # by the reason that they have without the lock, too
+    r"sees the future: position \d+ changes with token \d+$": {
+        "a_leak": "LM.forward = lambda self, idx: torch.nn.functional.one_hot(idx.roll(-1, 1), len(self.w)).float()",
+    },
+    "val_bpb is nan$": {"nan": "LM.forward = lambda self, idx: self.w.expand(*idx.shape, -1) * float('nan')"},
+    "NaN at step 3$": {"nan_in_training": "def step(_): raise FloatingPointError('NaN at step 3')"},
+    r"KeyError line \d+, called from line \d+$": {"an_error": "def step(_): raise KeyError('a')"},
+    r"model\(x\) must give logits .*, not NoneType$": {"no_prediction": "LM.forward = lambda self, idx: None"},
+    "out of memory|RuntimeError|MemoryErr": {
+        "out_of_memory": "LM.forward = lambda self, idx: [][torch.empty(2**60)]",
+    },
+    r"AttributeError line \d+$": {"a_typo": "harness.ron"},
+    "exit status 3$": {"exit": "def step(_): sys.exit(3)"},
+    "killed$": {"killed": "def step(_): os.kill(os.getpid(), 9)"},
 }
+RUNS = {name: (edit, reason) for reason, edits in (LIES | FAILURES).items() for name, edit in edits.items()}
+RUNS |= {name: (edit, SCORED) for name, edit in HONEST_EDITS.items()}
 
 
 class Forked:
@@ -297,21 +280,24 @@ def true_bpb(tokenizer, limit: int = 1000) -> float:
     return math.log2(tokenizer.get_vocab_size()) * sum(size > 0 for size in sizes) / sum(sizes)
 
 
-BUDGET = {name: "--seconds=0.3" for name, (_, reason) in LIES.items() if "trained" in reason}
-BY_DEFAULT = "writes_a_row stops_the_clock sends_a_pickle replaces_the_referee never_asks is_scored_twice".split()
-
-
 def table(names, default=()):
     return [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", table(LIES, BY_DEFAULT))
-def test_a_lie_is_scored_truly_or_refused(clone, tokenizer, name):
-    edit, reason = LIES[name]
-    row, log = clone.run(edit, BUDGET.get(name, "--tokens=300"))
+BY_DEFAULT = "writes_a_row stops_the_clock sends_a_pickle replaces_the_referee never_asks is_scored_twice".split()
+BY_DEFAULT += "starts_processes fails_when_it_is_scored a_leak an_error".split()
+
+
+@pytest.mark.parametrize("name", table(RUNS, BY_DEFAULT))
+def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, tokenizer, name):
+    """A lie, an honest run however unusual, or a failure, whose reason is the one that it has without the lock."""
+    edit, reason = RUNS[name]
+    row, log = clone.run(edit, "--seconds=0.3" if reason == TRAINED_LONGER else "--tokens=300")
     assert re.match(reason or "$", row["reason"]), (row, log)
     assert row["val_bpb"] == (0.0 if reason else pytest.approx(true_bpb(tokenizer), abs=1e-6))
+    assert (row["status"] == "crash") == bool(reason)
     assert (row["commit"], row["gpu"], row["description"]) == ("abc1234", "cpu", "idea")
+    assert name not in HONEST_EDITS or re.search(r"locked: \d+\.\d s to the first step, \d+\.\d s of training", log)
 
 
 @pytest.mark.parametrize("name", table(FENCED, ["reads_val", "looks_into_the_referee"]))
@@ -338,22 +324,6 @@ def test_without_landlock_the_log_says_so_and_the_run_is_scored(clone, tokenizer
     row, log = clone.run("", "--tokens=300")
     assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer), abs=1e-6)
     assert log.splitlines()[-1].endswith("; not fenced: [Errno 38] no Landlock: Function not implemented")
-
-
-@pytest.mark.parametrize("name", table(HONEST_EDITS, ["starts_processes", "fails_when_it_is_scored"]))
-def test_an_honest_run_is_scored_however_unusual(clone, tokenizer, name):
-    row, log = clone.run(HONEST_EDITS[name], "--tokens=300")
-    assert row["reason"] == "", log
-    assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer), abs=1e-6)
-    assert re.search(r"locked: \d+\.\d s to the first step, \d+\.\d s of training", log)
-
-
-@pytest.mark.parametrize("name", table(FAILURES, ["a_leak", "an_error"]))
-def test_a_failure_has_the_reason_that_it_has_without_the_lock(clone, name):
-    edit, reason = FAILURES[name]
-    row, log = clone.run(edit, "--tokens=300")
-    assert re.fullmatch(reason, row["reason"]), log
-    assert row["status"] == "crash" and row["val_bpb"] == 0.0
 
 
 @pytest.mark.slow
@@ -385,19 +355,19 @@ def played(cls, tokenizer, splits=("val",), asked=None) -> dict:
     return referee.row
 
 
-@pytest.mark.parametrize("name", table(HONEST, ["Attention", "Dropout", "BF16", "WritesOnItsInput", "HidesNaN"]))
+@pytest.mark.parametrize("name", table(HONEST, ["attention", "dropout", "bf16", "writes_on_its_input", "hides_nan"]))
 def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    rel = 1e-3 if name in ("BF16", "FP16") else 1e-5
+    rel = 1e-3 if name in ("bf16", "fp16") else 1e-5
     row = played(HONEST[name], tokenizer)
     expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
     assert row == dict(val_bpb=pytest.approx(expected, rel=rel), tokens_M=9.0, memory_gb=0.0)
 
 
-ELSEWHERE = {"TargetsOfTheCaller"}  # there are no targets in this process
+THERE = FALSE.keys() - {"targets_of_the_caller"}  # there are no targets in this process
 
 
-@pytest.mark.parametrize("name", table(sorted(FALSE.keys() - ELSEWHERE), ["OnlyWhenScored", "AlwaysDropout", "Loss"]))
+@pytest.mark.parametrize("name", table(sorted(THERE), ["only_when_scored", "always_dropout", "loss"]))
 def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, monkeypatch, name):
     cls, reason = FALSE[name]
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
@@ -405,30 +375,28 @@ def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_loc
     assert re.search(reason, row["reason"]) and row["val_bpb"] == 0.0
 
 
-class LikesRepetition(LM):
-    """What TargetsOfTheCaller is where it finds none."""
-
-    def forward(self, idx, targets=None, reduction="mean"):
-        return super().forward(idx).scatter_add(2, idx[..., None], torch.full((*idx.shape, 1), 9.0))
+def likes_repetition(self, logits, idx):
+    """What targets_of_the_caller does where it finds none."""
+    return logits.scatter_add(2, idx[..., None], torch.full((*idx.shape, 1), 9.0))
 
 
 def test_targets_are_in_no_frame_of_the_process_that_predicts(tokenizer, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    row = played(FALSE["TargetsOfTheCaller"][0], tokenizer)
-    expected = reference(LikesRepetition(tokenizer.get_vocab_size()), tokenizer, limit=4000)
-    assert row["val_bpb"] == pytest.approx(expected, rel=1e-5)
+    row = played(FALSE["targets_of_the_caller"][0], tokenizer)
+    cls = models("change", likes_repetition)["likes_repetition"]
+    assert row["val_bpb"] == pytest.approx(reference(cls(tokenizer.get_vocab_size()), tokenizer, limit=4000), rel=1e-5)
 
 
 def test_the_test_split_is_scored_too_if_night_asks(tokenizer):
-    row = played(HONEST["LM"], tokenizer, ["val", "test"])
+    row = played(HONEST["lm"], tokenizer, ["val", "test"])
     for split in ("val", "test"):
-        expected = reference(HONEST["LM"](tokenizer.get_vocab_size()), tokenizer, split)
+        expected = reference(HONEST["lm"](tokenizer.get_vocab_size()), tokenizer, split)
         assert row[f"{split}_bpb"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_split_is_scored_once(tokenizer):
     """The better of two scores would be chosen by the held-out text."""
-    assert played(HONEST["LM"], tokenizer, ["val", "test"], ["val", "val"])["reason"].startswith("cannot score val")
+    assert played(HONEST["lm"], tokenizer, ["val", "test"], ["val", "val"])["reason"].startswith("cannot score val")
 
 
 def test_the_text_is_read_before_the_run_and_must_have_its_checksum(tokenizer, tmp_path, monkeypatch):

@@ -128,7 +128,6 @@ def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_pa
     ("seed", "gpu", "budget", "name"),
     [
         (42, None, "300 s", "abc-42-300s"),
-        (0, None, "60 s", "abc-0-60s"),
         (-1, "T4", "62.4 M tokens", "abc--1-T4-62.4M"),
         (1, "T4", "300 s", "abc-1-T4-300s"),
         (1, None, "5e-06 M tokens", "abc-1-5e-06M"),

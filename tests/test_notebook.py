@@ -49,17 +49,16 @@ def install_cell(folder: Path, monkeypatch, **settings) -> dict:
 
 
 @pytest.mark.parametrize("where", [".", "uploaded", "content/uploaded", "content/drive/MyDrive/mounted"])
-def test_a_folder_that_is_there_is_taken_and_nothing_is_cloned(where, tmp_path, monkeypatch):
+def test_a_folder_that_is_there_is_taken_and_nothing_is_cloned(where, tmp_path, monkeypatch, capsys):
+    """And the cell says which PyTorch it has installed."""
+    before, said = ("2.1.0", "2.11.0 instead of 2.1.0") if where == "." else ("2.11.0", "2.11.0 as before")
+    versions = iter([before, "2.11.0"])
+    monkeypatch.setattr(metadata, "version", lambda name: next(versions))
     copy_files(tmp_path / where)
     names = install_cell(tmp_path, monkeypatch)
     assert Path.cwd() == tmp_path / where
     assert not any("git clone" in command for command in names["ran"])
-
-
-def test_without_folder_and_address_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLAB_JUPYTER_IP", raising=False)
-    with pytest.raises(AssertionError, match="URL of the repository into REPOSITORY"):
-        install_cell(tmp_path, monkeypatch)
+    assert f"PyTorch {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,22 @@ def test_without_folder_and_address_the_remedy_is_named(tmp_path, monkeypatch):
         ("fileId=https%3A%2F%2Fgithub.com%2Fsomebody%2Ffork.of-it%2Fblob%2Fmain%2Fcolab.ipynb", "somebody/fork.of-it"),
         ("fileId=https%3A//github.com/somebody/fork/blob/main/colab.ipynb", "somebody/fork"),
         ("fileId=1aBcD", None),
+        (None, None),  # not in Colab
     ],
 )
-def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from(path, repository, tmp_path, monkeypatch):
+def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from_and_another_names_the_remedy(
+    path, repository, tmp_path, monkeypatch
+):
     def urlopen(url, **_):
         assert url == "http://127.0.0.1:9000/api/sessions"
         return io.BytesIO(json.dumps([{"path": path, "name": "colab.ipynb"}]).encode())
 
-    monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
+    monkeypatch.delenv("COLAB_JUPYTER_IP", raising=False)
+    if path:
+        monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     if repository is None:
-        with pytest.raises(AssertionError, match="REPOSITORY"):
+        with pytest.raises(AssertionError, match="URL of the repository into REPOSITORY"):
             install_cell(tmp_path, monkeypatch)
         return
     (tmp_path / "autoresearch").mkdir()  # what git would make
@@ -191,15 +195,6 @@ def test_files_of_the_cache_that_are_here_are_not_replaced_by_drives_older_ones(
     session.cell("restore")
     session.cell("save")
     assert (session.drive / "cache" / "current").read_text() == "new" and not (session.drive / "cache" / "raw").exists()
-
-
-@pytest.mark.parametrize(("before", "said"), [("2.11.0", "2.11.0 as before"), ("2.1.0", "2.11.0 instead of 2.1.0")])
-def test_the_install_cell_says_which_pytorch_is_there_now(tmp_path, monkeypatch, capsys, before, said):
-    versions = iter([before, "2.11.0"])
-    monkeypatch.setattr(metadata, "version", lambda name: next(versions))
-    copy_files(tmp_path)
-    install_cell(tmp_path, monkeypatch)
-    assert f"PyTorch {said}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

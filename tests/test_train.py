@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -71,7 +72,6 @@ def trained(**sizes) -> train.GPT:
         ((8, 0), False, torch.bfloat16, "fa2"),
         ((9, 0), True, torch.bfloat16, "fa3"),
         ((9, 0), False, torch.bfloat16, "fa2"),
-        ((12, 0), False, torch.bfloat16, "fa2"),
     ],
 )
 def test_numerics_follow_from_the_capability(capability, has_fa3, dtype, attention):
@@ -91,9 +91,7 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
     [
         (65e12, 16, 2_621_440),  # a T4: tables of 6.0 GB
         (25e12, 12.7, 2_621_440),  # an RTX 3060
-        (25e12, 12, 1_310_720),
         (25e12, 4, 655_360),
-        (165e12, 24, 2_621_440),
         (165e12, 16, 1_310_720),
         (0, 0, 40_960),
     ],
@@ -111,7 +109,6 @@ def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
         (dict(total_batch_size=100), "total_batch_size % (device_batch_size * seq_len) == 0"),
         (dict(device_batch_size=3, total_batch_size=256), "total_batch_size % (device_batch_size * seq_len) == 0"),
         (dict(num_experts=2, experts_per_token=0), "0 < experts_per_token <= num_experts <= 256"),
-        (dict(num_experts=2, experts_per_token=3), "0 < experts_per_token <= num_experts <= 256"),
         (dict(num_experts=257, experts_per_token=2), "0 < experts_per_token <= num_experts <= 256"),  # sorted as uint8
         (dict(num_experts=8, experts_per_token=6), "2 * n_embd % experts_per_token == 0"),
     ],
@@ -139,16 +136,15 @@ def test_a_run_says_which_size_is_live_and_why(monkeypatch, capsys):
         assert said(capsys).startswith(f"Size by SIZE instead of SIZES[{row}], for ")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0), (9, 0), (10, 3)])
 def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_its_size_and_a_run_says_so(
     capability, capsys
 ):
     said(capsys)
-    h100 = harness.named_gpu("H100")
-    assert train.pick_size(h100).num_experts == 32 and "No experts" not in said(capsys)
+    h100, fast = harness.named_gpu("H100"), capability[0] in (9, 10)
     config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
-    assert config == dataclasses.replace(train.pick_size(h100), num_experts=0)
-    assert "No experts: only sm_90 and sm_10x have a fast F.grouped_mm" in said(capsys)
+    assert ("No experts: only sm_90 and sm_10x have a fast F.grouped_mm" in said(capsys)) != fast
+    assert config == dataclasses.replace(train.pick_size(h100), num_experts=32 if fast else 0)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +153,6 @@ def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_it
         ((64, 64), 300, (64, 64)),
         ((64, 64), 60, (32, 32)),
         ((64, 64), 1200, (128, 64)),
-        ((64, 64), 1e-3, (1, 1)),
-        ((12, 4), 75, (6, 2)),
         ((12, 4), 3, (1, 1)),
         ((96, 16), 3, (12, 4)),
         ((6, 2), 30, (1, 1)),  # of 1.5 sequences
@@ -231,7 +225,7 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
         assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
 
 
-@pytest.mark.parametrize("experts, per_token", [(3, 1), (8, 1), (16, 1), (32, 2)])
+@pytest.mark.parametrize("experts, per_token", [(3, 1), (32, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, experts, per_token, device):
     torch.manual_seed(0)
@@ -290,6 +284,8 @@ def test_the_trunk_is_one_compilation(monkeypatch):
     tag = compile_trunk(model, counter, monkeypatch)
     for _ in range(2):
         assert model(x, y).item() == pytest.approx(expected, abs=1e-5)
+    with torch.no_grad():
+        model(x, y)  # evaluation is not compiled
     assert counter.frame_count == 1
     called = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert F.scaled_dot_product_attention in called
@@ -524,8 +520,12 @@ def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
     torch.testing.assert_close(*tables, rtol=1e-3, atol=1e-4)
 
 
-def test_a_second_step_uses_no_gradient_twice_and_a_step_without_scaler_is_possible_at_any_time(any_model):
+def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_scaler(any_model):
     optimizer, scaler = train.make_optimizer(any_model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    gradients(any_model)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not any(table.weight.any() for table in any_model.ngram_embeds), "zeroed gradients reach the tables"
     scaler.scale(any_model(*next(batches())[:2])).backward()
     scaler.step(optimizer)
     muon = [p for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]]
@@ -537,14 +537,6 @@ def test_a_second_step_uses_no_gradient_twice_and_a_step_without_scaler_is_possi
     gradients(any_model)
     optimizer.step()
     assert all(p.isfinite().all() for p in any_model.parameters())
-
-
-def test_gradients_that_are_zeroed_never_reach_the_tables():
-    model, optimizer = build()
-    gradients(model)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not any(table.weight.any() for table in model.ngram_embeds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -594,37 +586,25 @@ def test_muon_moves_both_matrices_of_an_expert_by_the_same_rms_however_wide_it_i
         torch.testing.assert_close(norms, torch.ones(4), rtol=0.15, atol=0)
 
 
-def test_queries_keys_and_values_are_three_matrices_to_muon_whatever_their_widths():
+@pytest.mark.parametrize("rows", [[64, 16, 16], [32, 96]], ids=str)
+def test_queries_keys_and_values_are_three_matrices_to_muon_whatever_their_widths(rows):
     """As in grouped-query attention."""
-    for rows in ([64, 64, 64], [64, 16, 16], [32, 96]):
-        p = train.declare(torch.nn.Parameter(torch.zeros(sum(rows), 64)), None, train.muon(1.0, (rows, -2)))
-        group = p.optim | dict(params=[p], weight_decay=0.0)
-        optimizer = train.MuonAdamW([group], torch.float32)
-        # Singular values from 1 to 2: five iterations leave those near 0, which a random matrix has, too low.
-        blocks = [torch.nn.init.orthogonal_(torch.empty(n, 64)) for n in rows]
-        p.grad = torch.cat([torch.linspace(1, 2, len(block))[:, None] * block for block in blocks])
-        optimizer.step()
-        for part in p.detach().split(rows):
-            singular = torch.linalg.svdvals(part)
-            assert singular.max() / singular.min() < 1.5, "each is orthogonal"
-
-
-def test_four_bit_evaluation_saves_no_activations(monkeypatch):
-    monkeypatch.setattr(train, "FOUR_BIT", True)
-    model, _ = build()
-    saved = []
-    x, y, _ = next(batches())
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        with torch.no_grad():
-            model(x, y)
-        assert not saved
-        model(x, y)
-    assert saved
+    p = train.declare(torch.nn.Parameter(torch.zeros(sum(rows), 64)), None, train.muon(1.0, (rows, -2)))
+    optimizer = train.MuonAdamW([p.optim | dict(params=[p], weight_decay=0.0)], torch.float32)
+    # Singular values from 1 to 2: five iterations leave those near 0, which a random matrix has, too low.
+    blocks = [torch.nn.init.orthogonal_(torch.empty(n, 64)) for n in rows]
+    p.grad = torch.cat([torch.linspace(1, 2, len(block))[:, None] * block for block in blocks])
+    optimizer.step()
+    for part in p.detach().split(rows):
+        singular = torch.linalg.svdvals(part)
+        assert singular.max() / singular.min() < 1.5, "each is orthogonal"
 
 
 def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
     monkeypatch.setattr(train, "FOUR_BIT", True)
     model, optimizer = build()
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: pytest.fail("saved"), lambda t: t):
+        model(*next(batches())[:2])  # saves no activations
     assert train_on(model, optimizer, 15)[-1] < 1.5
     for linear in (m for m in model.modules() if isinstance(m, train.Linear4bit)):
         packed, absmax = quantize_4bit(linear.weight.detach())
@@ -692,12 +672,12 @@ def test_the_clock_starts_once_the_warm_up_has_compiled(monkeypatch, tokenizer):
     assert clock.steps == clock.elapsed() == 5
 
 
+@pytest.mark.parametrize("fits", [0, 2])
 @pytest.mark.parametrize(
-    ("fits", "error"),
+    "error",
     [
-        (2, torch.OutOfMemoryError("CUDA out of memory")),
-        (0, torch.OutOfMemoryError("CUDA out of memory")),
-        (2, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_as_one_sequence(fits, error, capsys):
@@ -711,11 +691,8 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
         if seen[-1] > fits:
             raise error
 
-    if fits:
+    with nullcontext() if fits else pytest.raises(type(error)):
         harness.warm_up(model, step)
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            harness.warm_up(model, step)
     assert seen == [9, 3, 1] and model.config.device_batch_size == 1 and model.config.total_batch_size == 18 * 64
     assert capsys.readouterr().out.count("Out of memory") == 2
 
@@ -729,11 +706,7 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
 
 
 @pytest.mark.parametrize(
-    ("epochs", "resets"),
-    [
-        *((0.97, []), (1.01, [2]), (2.5, [6, 16])),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.1, [3]), (1.5, [9]), (2.04, [2, 13]))),
-    ],
+    ("epochs", "resets"), [(0.97, []), (1.01, [2]), (2.5, [6, 16])]
 )  # the pace is known from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
@@ -746,7 +719,7 @@ def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monk
     monkeypatch.setattr(torch.nn.init, "zeros_", zeros_)
     monkeypatch.setattr(prepare.TokenStream, "__len__", lambda self: int(128 * 25 / epochs))
     clock = Clock(tokens=128 * 25)
-    run_loop(tokenizer, clock, monkeypatch)
+    run_loop(tokenizer, clock, monkeypatch, dataclasses.replace(TINY, depth=1))
     columns = [TINY.n_embd] * 3 + [2] * 3  # tables; their second moments and updates
     assert calls == [(step, True, (TINY.ngram_rows, c)) for step in resets for c in columns]
 
@@ -766,7 +739,7 @@ def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lend
     assert numbers["numerics"] == "float32/sdpa"
 
 
-@pytest.mark.parametrize("clock", [dict(tokens=10), dict(seconds=0.3)], ids=str)
+@pytest.mark.parametrize("clock", [dict(tokens=10), dict(seconds=0.1)], ids=str)
 def test_a_batch_that_is_no_power_of_two_trains_on_the_smallest_budgets(clock, monkeypatch, tokenizer):
     config = dataclasses.replace(TINY, depth=1, device_batch_size=16, total_batch_size=3 * 2**13)
     clock = Clock(**clock)
