@@ -1,9 +1,8 @@
 """
 The score, from predictions alone: the model is given tokens, never targets, and the loss is computed here.
 
-The same batches show whether a prediction is one. Some of them are also predicted with their rows in another order and
-the tokens after a random position of each row replaced: nothing at or before that position may move. What a model could
-still do is in docs/referee.md.
+Some batches are also predicted with their rows in another order and the tokens after a random position of each row
+replaced: nothing at or before that position may move. What a model could still do is in docs/referee.md.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, s
     """inputs, targets, sizes: of prepare.eval_batches. Raises Unscorable."""
     import torch
 
-    nats = torch.zeros((), dtype=torch.float64, device=inputs.device)
-    quarters, by_quarter = quarters_by_length(inputs, sizes, bos), nats.new_zeros(4)
-    each = torch.arange(4, device=inputs.device).view(4, 1, 1)
+    quarters, each = quarters_by_length(inputs, sizes, bos), torch.arange(4, device=inputs.device).view(4, 1, 1)
+    nats = torch.zeros(4, dtype=torch.float64, device=inputs.device)  # by quarter
     probed = random.SystemRandom().sample(range(len(inputs)), min(len(inputs), -(-CUTS // inputs.size(1))))
     first = None
     batches = zip(inputs, targets, sizes > 0, quarters, strict=True)
@@ -57,15 +55,14 @@ def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, s
         columns = y.clamp(min=0).unsqueeze(-1)
         found = predictor.log_probs(x, torch.cat([columns, probe.columns], -1) if probe else columns)
         log_probs = torch.where(scored, found[..., 0], 0.0)  # (B, T)
-        nats -= log_probs.sum(dtype=torch.float64)
-        by_quarter -= torch.where(quarter == each, log_probs, 0.0).sum((1, 2), dtype=torch.float64)
+        nats -= torch.where(quarter == each, log_probs, 0.0).sum((1, 2), dtype=torch.float64)
         if probe:
             probe.compare(found[..., 1:])
             first = first or probe
     first.again("is not the same after other batches")
-    score = Score((nats / (math.log(2) * sizes.sum())).item())
+    score = Score((nats.sum() / (math.log(2) * sizes.sum())).item())
     nbytes = quarters.flatten().bincount(sizes.flatten(), minlength=4)
-    score.quarters = tuple((by_quarter / (math.log(2) * nbytes)).tolist())
+    score.quarters = tuple((nats / (math.log(2) * nbytes)).tolist())
     return score
 
 

@@ -612,7 +612,7 @@ SECTIONS = [
         ("if self.moved(self.ask(others), seen)[::2].any():", "if False:"),
         ("self.last[row].item() + 1}", "self.last[row].item()}"),
         ("CUTS = 32", "CUTS = 1"),
-        ("by_quarter -= torch.where(quarter == each, log_probs,", "by_quarter -= torch.where(quarter == each, found[..., 0],"),
+        ("nats -= torch.where(quarter == each, log_probs,", "nats -= torch.where(quarter == each, found[..., 0],"),
     ]),
     ("Progress", "harness/progress.py", ["test_referee.py", "-k", "long or thirty"], [
         ("time.monotonic() + FIRST", "time.monotonic() + AGAIN"),
