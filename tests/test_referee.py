@@ -430,7 +430,9 @@ def test_each_target_is_in_the_quarter_of_the_document_whose_bos_came_last(name,
 
 def test_train_pys_gpt_is_scored_as_with_targets_and_a_leak_in_its_attention_is_found(tokenizer, monkeypatch, device):
     """Also before training, after the one step of the warm-up; blocks begin as the identity."""
-    config = dataclasses.replace(train.Config(2, 64, 32, 64, 64, 8, 512, 512), vocab_size=tokenizer.get_vocab_size())
+    config = dataclasses.replace(
+        train.Config(2, 64, 32, 64, 64, 8, 512, 512, eval_seq_len=128), vocab_size=tokenizer.get_vocab_size()
+    )
     model = train.build_model(config, device, harness.GPU(None, 0))
     tokens = torch.randint(config.vocab_size, (config.device_batch_size, config.seq_len), device=device)
     optimizer, scaler = train.make_optimizer(model), train.make_scaler(model)

@@ -37,7 +37,7 @@ import torch, harness, prepare, train
 from harness import experiment, summary
 
 sys.argv[0] = "train.py"
-train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512)),)
+train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 8, 512, 512, eval_seq_len=128)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
@@ -380,7 +380,7 @@ def test_a_run_with_another_budget_or_gpu_is_not_logged_and_says_why_unless_nigh
 def test_night_has_the_test_split_scored_in_the_run_and_logged_with_its_row(clone):
     edit = """
 split_of = lambda real, model, tokenizer, B, T, split: 1.5 if split == "test" else real(model, tokenizer, B, T, split)
-replace(experiment, "evaluate_bpb", split_of)
+replace(summary, "evaluate_bpb", split_of)
 """
     run = clone.run(edit=asks(score_test=True) + edit)
     assert run.summary["test_bpb"] == "1.5" and run.summary["val_bpb"] != "1.5", run
@@ -611,7 +611,7 @@ def wait_for_data(loss):
     time.sleep(1.5)
     return loss
 at_step(5, wait_for_data)
-replace(experiment, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
+replace(summary, "evaluate_bpb", lambda real, *args: time.sleep(1.5) or real(*args))
 """
     run = clone.run(edit=edit)
     assert re.search(r"^Timeout \(0:00:01\)!\n(.*\n)*?.* in wait_for_data\n", run.err), run
