@@ -1421,7 +1421,7 @@ SECTIONS = [
         ('statistics.mode([row["seed"]', 'min([row["seed"]'),
         ('(row["status"] != "keep", crashed(row))', 'row["val_bpb"]'),
     ]),
-    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds"], [
+    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or no_score"], [
         ('not kind.report or row["test_bpb"] is not None', 'True'),
         ('row[f"{split}_bpb"]) for row in rows if', 'row["val_bpb"]) for row in rows if'),
         ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),

@@ -23,7 +23,7 @@ from night.__main__ import parse
 from night.intervals import interval, miss_of_look, shrink
 from night.noise import seed_noise
 from night.report import gains, remember_look
-from night.rows import Kind, experiments
+from night.rows import Kind, experiments, scores
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
@@ -258,8 +258,8 @@ LAST = dict(commit="b", val_bpb=1.200, status="keep", tokens_M=9.0, description=
 
 def rows_of(val: dict[str, list[float]], test: dict[str, list[float]]) -> list[dict]:
     rows = []
-    for commit, scores in val.items():
-        for i, val_bpb in enumerate(scores):
+    for commit, values in val.items():
+        for i, val_bpb in enumerate(values):
             row = dict(commit=commit, dataset="d", val_bpb=val_bpb, status="report", tokens_M=9.0, **LABEL)
             row |= dict(description="x", seed=i, test_bpb=test[commit][i] if val_bpb else None)
             rows.append(row | {"reason": "killed" * (not val_bpb)})
@@ -268,6 +268,11 @@ def rows_of(val: dict[str, list[float]], test: dict[str, list[float]]) -> list[d
 
 def told(val: dict[str, list[float]], test: dict[str, list[float]]) -> str:
     return gains(FIRST, LAST, [FIRST, LAST], rows_of(val, test))
+
+
+def test_a_crash_is_no_score():
+    rows = rows_of({"a": [1.2, 0.0, 1.3]}, {"a": [1.1, 0.0, 1.4]})
+    assert scores(rows) == {0: 1.2, 2: 1.3} and scores(rows, "test") == {0: 1.1, 2: 1.4}
 
 
 # Student's t for 95%, by a table: 4.303 and 2.776 of 2 and 4 degrees of freedom
