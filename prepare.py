@@ -724,7 +724,7 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
-    with suppress(AttributeError):  # under `>&-` there is no stdout
+    with suppress(AttributeError):  # no stdout, as under `>&-`, or a notebook's
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack what is in a path
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)

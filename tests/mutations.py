@@ -789,7 +789,7 @@ SECTIONS = [
         ("train_shards += train\n", "train_shards += 1\n"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
+    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or column or tokenizer or batches"], [
         ("(?s:.{{1,{PASSAGE - 1}}})(?:\\n|\\Z)|", ""),
         ("for i in self.encoding.encode_ordinary(piece)]", "for i in self.encoding.encode_ordinary(piece + ' ')]"),
         ("isinstance(text, str | None) for text in texts)", "True for text in texts)"),
