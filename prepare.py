@@ -66,12 +66,14 @@ class PrepareError(Exception):
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
     """Bits per byte of a split, without BOS, by model(x, y, reduction="none"): int64 (batch_size, seq_len) -> nats
     (batch_size * seq_len,). karpathy/autoresearch's train.py calls this; harness/referee.py scores ours, by logits."""
+    import torch
+
     x, y, nbytes = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
     nats = 0.0
     with evaluating(model):
         for xb, yb, scored in zip(x, y, nbytes > 0, strict=True):
             loss = model(xb, yb, reduction="none").view(yb.shape)
-            nats += loss.double().where(scored, 0.0).sum()
+            nats += torch.where(scored, loss, 0.0).sum(dtype=torch.float64)
     return (nats / (math.log(2) * nbytes.sum())).item()  # the only wait for the device
 
 

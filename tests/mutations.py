@@ -584,10 +584,10 @@ SECTIONS = [
         ("n = min(EVAL_TOKENS, len(stream) - 1)", "n = len(stream) - 1"),
         ("(math.log(2) * nbytes.sum())", "(math.log(2) * n)"),
         ("(math.log(2) * nbytes.sum())", "nbytes.sum()"),
-        (".where(scored, 0.0)", ""),
+        ("torch.where(scored, loss, 0.0)", "loss"),
         ("padding, value=-1)", "padding)"),
         ("stream = TokenStream(tokenizer, split)\n    n = min", "stream = TokenStream(tokenizer, 'train')\n    n = min"),
-        (".where(scored, 0.0).sum()", ".where(scored, 0.0).mean() * batch_size * seq_len // 1"),
+        (".sum(dtype=torch.float64)", ".mean(dtype=torch.float64) * batch_size * seq_len // 1"),
     ]),
     ("The referee", "harness/referee.py", ["test_referee.py"], [
         ("probe.compare(found[..., 1:])", "probe.compare(probe.before)"),
