@@ -19,7 +19,6 @@ import base64
 import errno
 import fcntl
 import hashlib
-import io
 import itertools
 import math
 import os
@@ -39,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-# torch, pyarrow, huggingface_hub and rustbpe are imported where they are used: they take seconds
+# torch, pyarrow, huggingface_hub and rustbpe take seconds to import: imported where they are used
 
 MAX_SEQ_LEN = 2048  # context length
 TIME_BUDGET = 300  # seconds of training
@@ -70,7 +69,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MA
     import torch
 
     x, y, nbytes = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
-    nats = torch.zeros((), dtype=torch.float64, device=x.device)
+    nats = 0.0
     with evaluating(model):
         for xb, yb, scored in zip(x, y, nbytes > 0, strict=True):
             loss = model(xb, yb, reduction="none").view(yb.shape)
@@ -97,7 +96,6 @@ def eval_batches(tokenizer: Tokenizer, split: str, batch_size: int, seq_len: int
     """The first EVAL_TOKENS targets of a split, each once whatever batch_size and seq_len are: (batches, batch_size,
     seq_len) of inputs, targets (-1: pads the last batch) and the targets' raw bytes (0: not scored)."""
     import torch
-    from torch.nn.functional import pad
 
     stream = TokenStream(tokenizer, split)
     n = min(EVAL_TOKENS, len(stream) - 1)
@@ -105,8 +103,8 @@ def eval_batches(tokenizer: Tokenizer, split: str, batch_size: int, seq_len: int
         print(f"the {split} split has only {n:,} targets, not {EVAL_TOKENS:,}: scoring all of them")
     text = torch.from_numpy(stream.read(0, n + 1).astype(np.int64)).to(device)
     padding = 0, -n % (batch_size * seq_len)
-    x = pad(text[:-1], padding).view(-1, batch_size, seq_len)
-    y = pad(text[1:], padding, value=-1).view(x.shape)
+    x = torch.nn.functional.pad(text[:-1], padding).view(-1, batch_size, seq_len)
+    y = torch.nn.functional.pad(text[1:], padding, value=-1).view(x.shape)
     return x, y, torch.tensor([*tokenizer.token_bytes, 0], device=device)[y]  # a target of -1 gets the 0 at the end
 
 
@@ -130,8 +128,8 @@ class TokenStream:
 
     def read(self, start: int, n: int) -> np.ndarray:
         """n tokens from position `start`, across shards: (n,) uint16."""
-        i = int(np.searchsorted(self.ends, start, side="right"))
-        piece = self.shard(i)[start - int(self.ends[i]) :][:n]  # negative index: counted from the shard's end
+        i = np.searchsorted(self.ends, start, side="right")
+        piece = self.shard(i)[start - self.ends[i] :][:n]  # negative index: counted from the shard's end
         return piece if len(piece) == n else np.concatenate([piece, self.read(start + len(piece), n - len(piece))])
 
 
@@ -143,12 +141,11 @@ def windows(total: int, T: int, shuffle: bool) -> Iterator[tuple[int, int]]:
     order = random.permutation(count) if shuffle else range(count)
     for epoch in itertools.count(1):
         for i in order:
-            yield offset + int(i) * T, epoch
+            yield offset + i * T, epoch
 
 
 def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=None) -> Iterator:
-    """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y being x one token later. Only train is
-    shuffled."""
+    """Endless (x, y, epoch): int64 (B, T) on `device` (None: cuda, else cpu), y one token later. Shuffles train."""
     import torch
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -354,23 +351,23 @@ SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
 BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; a .txt is tokenized in documents of up to this many characters
-Files = Iterable[tuple[str, Iterable[str]]]  # the files of a dataset: name, and the texts that it is made from
+Texts = Iterable[Iterable[str]]  # what tokenizer, test shard, val shard and each train shard are made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
-    """Returns `label@hash` (a hash of text and constants) and a function from num_shards (None: all) to Files."""
+    """Returns `label@hash` (a hash of text and constants) and a function from num_shards (None: all) to Texts."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
-        label, files = data, lambda n: read_parts(source_parts(data, n), HUB.get(data, ""))
+        label, texts = data, lambda n: part_texts(source_parts(data, n), HUB.get(data, ""))
     else:
-        label, contents, files = find_folder(Path(data).resolve())
+        label, contents, texts = find_folder(Path(data).resolve())
     sizes = [VOCAB_SIZE, EVAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS, SHARD_CHARS]
     shape = repr([MAGIC, SPLIT_PATTERN, SPECIAL_TOKENS, sizes, contents])
-    return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", files
+    return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", texts
 
 
 def find_folder(folder: Path) -> tuple[str, list, Callable]:
-    """Label, what to hash, and the function from num_shards to Files, of a folder of the user's."""
+    """The same for a user's folder: label, what goes into the hash, function from num_shards to Texts."""
     if not folder.is_dir():
         problem = f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}"
         raise PrepareError(f"{problem}: check the spelling, or give a file's folder")
@@ -391,9 +388,9 @@ def find_folder(folder: Path) -> tuple[str, list, Callable]:
     hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
     if climbmix_like:
         contents = [(path.name, hashes[path]) for path in paths]
-        return label, contents, lambda n: read_parts(climbmix_like_parts(paths, n))
+        return label, contents, lambda n: part_texts(climbmix_like_parts(paths, n))
     paths.sort(key=hashes.get)  # so that names do not matter
-    return label, ["by document or span", *sorted(hashes.values())], lambda n: own_files(paths, n)
+    return label, ["by document or span", *sorted(hashes.values())], lambda n: own_texts(paths, n)
 
 
 def source_parts(data: str, num_shards: int | None) -> list[tuple]:
@@ -421,23 +418,22 @@ def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple
         start = max(0, counts[-2] - max(1, sum(counts) // 20))
         if start or not train:  # else that file is smaller than 5%
             train.append((test[0], 0, start))
-        test = test[0], start, counts[-2]
+        test = test[0], start, None
     return [test, val, *train[:num_shards]]
 
 
-def read_parts(parts: list[tuple], repo: str = "") -> Files:
-    """Files made from such parts. The tokenizer sees the first train shard only, whatever the number of shards."""
+def part_texts(parts: list[tuple], repo: str = "") -> Texts:
+    """The texts of such parts. The tokenizer sees the first train shard only, whatever the number of shards."""
 
     def texts(path, start, stop):
         if not path.exists():
             download(path, repo)
         yield from filter(None, itertools.islice(documents(path), start, stop))
 
-    names = ["tokenizer.txt", SHARD("test", 0), SHARD("val", 0), *(SHARD("train", i) for i in range(len(parts) - 2))]
-    return [(name, texts(*part)) for name, part in zip(names, [parts[2], *parts], strict=True)]
+    return [texts(*part) for part in [parts[2], *parts]]
 
 
-def own_files(paths: list[Path], num_shards: int | None) -> Files:
+def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. A long .txt
     is first cut into spans of a twentieth of all text; not into pages, as one between two of train's is too easy."""
     total = sum(len(text) for path in paths for text in documents(path) if text)
@@ -449,11 +445,12 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
                 spans = [[text]] if is_parquet(path) else [*batches(passages(text), longest)]
                 if len(spans) > 1:
                     divided.add(path.name)
-                yield from ((hashlib.sha256("".join(span).encode()).digest()[:8], span) for span in spans)
+                for span in spans:
+                    yield hashlib.sha256("".join(span).encode()).digest()[:8], span
 
     def in_order(chosen):
         pairs = sorted((digest, span) for digest, span in hashed() if chosen[0] <= digest <= chosen[-1])
-        return itertools.chain.from_iterable(span for _, span in pairs)
+        return (text for _, span in pairs for text in span)
 
     sizes = {digest: sum(map(len, span)) for digest, span in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
@@ -462,12 +459,11 @@ def own_files(paths: list[Path], num_shards: int | None) -> Files:
     if divided:
         print(f"split by spans of {longest:,} characters, a twentieth of all text: {', '.join(sorted(divided)):.1000}")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
-    yield "tokenizer.txt", in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
-    yield SHARD("test", 0), in_order(test)
-    yield SHARD("val", 0), in_order(val)
-    texts = itertools.chain.from_iterable(span for digest, span in hashed() if digest >= train[0])
-    for i, batch in enumerate(itertools.islice(batches(texts, SHARD_CHARS), num_shards)):
-        yield SHARD("train", i), batch
+    yield in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
+    yield in_order(test)
+    yield in_order(val)
+    texts = (text for digest, span in hashed() if digest >= train[0] for text in span)
+    yield from itertools.islice(batches(texts, SHARD_CHARS), num_shards)
 
 
 def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
@@ -489,10 +485,10 @@ def documents(path: Path) -> Iterator[str | None]:
         yield from (text and text.lstrip(BOM) for text in parquet_column(path))
     elif path.is_dir():  # Python modules, sorted by the hash of their names
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
-        names = [file.relative_to(path) for file in path.rglob("*.py")]
-        names = [name for name in names if skip.isdisjoint(name.parts)]
-        names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-        yield from filter(None, ((path / name).read_text("utf-8-sig", "replace") for name in names))
+        names = (file.relative_to(path) for file in path.rglob("*.py"))
+        for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
+            if skip.isdisjoint(name.parts) and (text := (path / name).read_text("utf-8-sig", "replace")):
+                yield text
     else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
@@ -502,9 +498,9 @@ def documents(path: Path) -> Iterator[str | None]:
                 raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
 
 
-def passages(text: str) -> Iterator[str]:
+def passages(text: str) -> list[str]:
     """Cuts a text at the last newline within each PASSAGE characters or, if there is none, after them."""
-    return (part[0] for part in re.finditer(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text))
+    return re.findall(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text)
 
 
 def is_parquet(path: Path) -> bool:
@@ -518,7 +514,7 @@ def parquet_column(path: Path) -> Iterator[str | None]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(256, columns=["text"]):
                 texts = batch.column(0).to_pylist()  # Arrow has several types that hold strings
-                if not all(text is None or isinstance(text, str) for text in texts):
+                if not all(isinstance(text, str | None) for text in texts):
                     raise TypeError(batch.column(0).type)
                 yield from texts
     except Exception as error:
@@ -544,26 +540,27 @@ def check_hub(endpoint: str) -> None:
     """Raises Unreachable if the hub does not answer within 6 s. Asks in a thread, as a DNS lookup has no timeout."""
     from huggingface_hub.utils import get_session
 
-    problems = ["no answer within 6 s"]
+    problem = "no answer within 6 s"
 
     def ask():
+        nonlocal problem
         try:
             get_session().head(endpoint, timeout=5)
-            problems.clear()
+            problem = ""
         except Exception as error:
-            problems[:] = [one_line(error)]
+            problem = one_line(error)
 
     thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
     thread.start()
     thread.join(timeout=6)
-    if problems:
-        raise Unreachable(f"cannot reach {endpoint} ({problems[0]}): go online, {ELSEWHERE}")
+    if problem:
+        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
 
 
 def download(path: Path, repo: str) -> None:
     """Retries what hf_hub_download does not: it resumes a broken transfer and obeys Retry-After."""
-    for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY"):  # plain HTTP, no telemetry
-        os.environ.setdefault(name, "1")
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # plain HTTP
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import hf_hub_download
 
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -578,7 +575,8 @@ def download(path: Path, repo: str) -> None:
             if getattr(error, "errno", None):  # from the disk
                 raise
             path.unlink(missing_ok=True)  # not parquet
-            response = getattr(cause := error.__cause__ or error, "response", None)
+            cause = error.__cause__ or error
+            response = getattr(cause, "response", None)
             status = getattr(response, "status_code", 0)
             reason = getattr(response, "headers", {}).get("X-Error-Message")  # the hub's own
             problem = f"{path.name} of {repo}: {f'{status}, {reason}' if reason else one_line(cause)}"
@@ -626,7 +624,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 
 def make(data: str, num_shards: int | None) -> Path:
     """Prepares a dataset unless it is ready, and makes it `current`. Each number of shards is a separate dataset."""
-    name, files = find_source(data)
+    name, texts = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
     place = cache_dir()
     directory, current = place / (f"{name}x{count}" if count else name), place / "current"
@@ -637,7 +635,7 @@ def make(data: str, num_shards: int | None) -> Path:
                 print(f"another prepare.py is working in {place}: waiting for it", flush=True)
                 lock(file, math.inf)
             if not is_ready(directory):
-                build(directory, files(count), sorted(place.glob(f"{name}*")))
+                build(directory, texts(count), sorted(place.glob(f"{name}*")))
     if read(current) != directory.name:
         with suppress(OSError), new_file(current) as file:  # a read-only cache still serves what it holds
             file.write(directory.name.encode() + b"\n")
@@ -668,11 +666,13 @@ def is_ready(directory: Path) -> bool:
     return False
 
 
-def build(directory: Path, files: Files, siblings: list[Path]) -> None:
+def build(directory: Path, sources: Texts, siblings: list[Path]) -> None:
     """Makes or links what is missing. siblings: folders of the same dataset with other numbers of shards."""
     directory.mkdir(exist_ok=True)
+    train_names = (SHARD("train", i) for i in itertools.count())
+    names = itertools.chain(["tokenizer.txt", SHARD("test", 0), SHARD("val", 0)], train_names)
     train_shards = 0
-    for name, texts in files:
+    for texts, name in zip(sources, names, strict=False):
         path, train = directory / name, name.startswith("train")
         for sibling in siblings:
             with suppress(OSError):  # it exists here, or not there, or the file system has no links
@@ -726,7 +726,7 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, as under `>&-`, and not a notebook's
+    with suppress(AttributeError):  # no stdout, as under `>&-`, or a notebook's
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack what is in a path
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)

@@ -691,7 +691,7 @@ SECTIONS = [
         ('shuffle=split == "train"', "shuffle=False"),
         ("count = (total - 1 - offset) // T", "count = (total - offset) // T"),
         ("count = (total - 1 - offset) // T", "count = min((total - 1 - offset) // T, 3)"),
-        ("yield offset + int(i) * T, epoch", "yield int(i) * T, epoch"),
+        ("yield offset + i * T, epoch", "yield i * T, epoch"),
         ("random.permutation(count) if shuffle", "random.randint(count, size=count) if shuffle"),
         ("itertools.count(1):", "itertools.repeat(1):"),
         ('side="right"', 'side="left"'),
@@ -790,10 +790,10 @@ SECTIONS = [
         ("train_shards += train\n", "train_shards += 1\n"),
         ('np.memmap(p, mode="r") if p.stat().st_size else b""', 'np.memmap(p, mode="r")'),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or tokenizer or batches"], [
+    ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or vain or text or column or tokenizer or batches"], [
         ("(?s:.{{1,{PASSAGE - 1}}})(?:\\n|\\Z)|", ""),
         ("for i in self.encoding.encode_ordinary(piece)]", "for i in self.encoding.encode_ordinary(piece + ' ')]"),
-        ("isinstance(text, str) for text in texts)", "True for text in texts)"),
+        ("isinstance(text, str | None) for text in texts)", "True for text in texts)"),
         ('.replace(b"\\r\\n", b"\\n").replace', ".replace"),
         ('.replace(b"\\r", b"\\n")', ""),
         ("yield document.decode()", "yield data.decode() and document.decode()"),
