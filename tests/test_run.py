@@ -37,7 +37,7 @@ import torch, harness, prepare, train
 from harness import experiment
 
 sys.argv[0] = "train.py"
-train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512)),)
+train.SIZES = ((0, train.Config(2, 64, 32, 64, 64, 2, 8, 512, 512, eval_seq_len=128)),)
 
 def clock_goes(seconds, until=301.0, first=0):
     looks = itertools.count(first)
