@@ -905,7 +905,7 @@ SECTIONS = [
         ("            self.judge_by(row)  # ideas of", "            pass  # ideas of"),
         ('return row["commit"] != base', "return True"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset or several_seeds"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset or single_run"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
         ("                    end_record(folder, event.reason)\n", "                    pass\n"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
@@ -930,7 +930,7 @@ SECTIONS = [
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
-    ("The pool", "night/pool.py", ["test_wave.py", "-k", "taskset"], [
+    ("The pool", "night/pool.py", ["test_pool.py", "-k", "spinning"], [
         ("        if cores < usable:\n", "        if True:\n"),
         ("str(min(32, cores))", "str(32)"),
     ]),

@@ -612,6 +612,7 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
         ("run --seconds=inf", "inf must be finite and above 0"),
         ("run --tokens=0", "0 must be above 0"),
+        ("loop --agent=true --runs=0", "0 must be above 0"),
         ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
         ("run --seeds=1", "unrecognized arguments: --seeds=1"),
