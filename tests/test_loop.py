@@ -690,11 +690,7 @@ def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):
     [
         ("A = 30", "A = 29", "A 30 -> 29"),
         ("return 1 +", "x = 1\n    return x +", "3 lines of total"),
-        (
-            "def total",
-            "N = (2,)\n\n\nclass Net:\n    def f(self):\n        pass\n\n\ndef total",
-            "1 line of N, 3 lines of Net",
-        ),
+        ("def total", "N = (2,)\nclass Net:\n    x = 1\n    y = 1\ndef total", "1 line of N, 3 lines of Net"),
         ("B = 30\n", "", "1 line of B"),
         ("A = 30", "A = = 30", "A 30 -> = 30"),
         ("result(", "print()\nresult(", "1 line of C"),
@@ -863,10 +859,8 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     for stage in range(1, kills + 2):
         most = runs * stage // (kills + 1)
         night = loop.loop(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
-        while stage <= kills and len(loop.rows()) < most:
-            time.sleep(0.05)
-            assert night.poll() is None, night.stdout.read()
         if stage <= kills:
+            loop.wait(night, lambda most=most: len(loop.rows()) >= most)
             night.kill()
             assert loop.all_gone()
     output = loop.finish(night)
@@ -924,9 +918,7 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
     for end, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         loop.calls.unlink(missing_ok=True)
         night = loop.loop("hang", args=["--agent-limit=99"])
-        while prepare.read(loop.calls).count("call") < 2:  # as many as are asked at a time
-            time.sleep(0.05)
-            assert night.poll() is None, night.stdout.read()
+        loop.wait(night, lambda: prepare.read(loop.calls).count("call") == 2)  # as many as are asked at a time
         night.send_signal(end)
         output = night.communicate(timeout=120)[0]
         assert night.returncode == code and loop.all_gone()

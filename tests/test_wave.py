@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ class Clone(Night):
         output = wave.communicate(timeout=timeout)[0]
         assert wave.returncode == code and not self.runs(), output
         return output
+
+    def wait(self, process: subprocess.Popen, condition: Callable[[], bool]) -> None:
+        """Until something is true; the process must not end before."""
+        while not condition():
+            time.sleep(0.05)
+            assert process.poll() is None, process.stdout.read()
 
     def runs(self) -> dict[int, list[str]]:
         """Its processes, but not those of a cluster that it has joined."""
@@ -395,9 +402,7 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     command = [*SIX, *TWO_SLOTS, "--limit=12"]
     begin = [*reversed(SIX), *TWO_SLOTS, "--limit=300"]
     wave = clone.wave(*begin, begin=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    while len(clone.rows()) < 3 or "base" not in clone.scores():
-        time.sleep(0.05)
-        assert wave.poll() is None, wave.stdout.read()
+    clone.wait(wave, lambda: len(clone.rows()) >= 3 and "base" in clone.scores())
     folder = Path(f"/proc/{clone.process('999')}/cwd").resolve()
     assert folder.parent == Path("/tmp") and (folder / "results.tsv").exists()
     assert not listening(clone.processes())
@@ -435,9 +440,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
     clone.run("git checkout -q base")
     three = ["idea", "typo", "--seeds=0,5", "--per-gpu=3", "--tokens=1500000"]
     wave = clone.wave(*three)
-    while len(clone.rows()) < 4:
-        time.sleep(0.05)
-        assert wave.poll() is None, wave.stdout.read()
+    clone.wait(wave, lambda: len(clone.rows()) >= 4)
     wave.kill()
     assert clone.all_gone()
     typos = {f"typo, seed {seed} {REASON['typo']}": "crash" for seed in (0, 5)}
