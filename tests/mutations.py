@@ -906,7 +906,7 @@ SECTIONS = [
         ("            self.judge_by(row)  # ideas of", "            pass  # ideas of"),
         ('return row["commit"] != base', "return True"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset or several_seeds"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset or single_run"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
         ("                    end_record(folder, event.reason)\n", "                    pass\n"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
@@ -931,7 +931,7 @@ SECTIONS = [
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
-    ("The pool", "night/checkout.py", ["test_wave.py", "-k", "taskset"], [
+    ("The pool", "night/checkout.py", ["test_pool.py", "-k", "spinning"], [
         ("if cores < usable else env", "if True else env"),
         ("str(min(32, cores))", "str(32)"),
     ]),

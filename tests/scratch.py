@@ -63,17 +63,21 @@ class StubPool:
 
     def close(self) -> None:
         self.queue.clear()
+        self.active.clear()
 
 
 class Scratch:
-    """A clone on branch `night`, whose first commit has these files; the second one changes nothing."""
+    """A clone on branch `night`, whose first commit has these files; the second one changes nothing.
+
+    interrupt: what a signal does, once a wave has begun.
+    """
 
     def __init__(self, folder: Path, monkeypatch, files: dict[str, str], budget: str = "300 s"):
         self.folder, self.kind = folder, Kind(["cpu"], budget, "d")
         for module, name, value in (
             (night_git, "ROOT", folder),
             (harness, "RESULTS", folder / "results.tsv"),
-            (harness, "handle_signals", lambda handler: None),
+            (harness, "handle_signals", lambda handler: setattr(self, "interrupt", handler)),
             (records, "RUNS", folder / "runs"),
             (proposals, "PROPOSALS", folder / "runs" / "proposals"),
         ):
@@ -88,6 +92,12 @@ class Scratch:
     def shell(self, script: str) -> str:
         env = harness.clean_environment()
         return subprocess.check_output(["sh", "-ec", script], cwd=self.folder, env=env, text=True).strip()
+
+    def commit(self, **texts: str) -> None:
+        """A revision of train.py and a tag for each."""
+        for name, text in texts.items():
+            (self.folder / "train.py").write_text(text)
+            self.shell(f"git commit -qam {name}; git tag {name}")
 
     def head(self) -> str:
         return self.shell("git rev-parse --short=7 HEAD")

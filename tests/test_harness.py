@@ -567,27 +567,22 @@ def test_rows_that_git_takes_from_the_log_are_put_back_in_their_order_and_it_say
     assert described(log) == ["a", "c", "b", "d"] and capsys.readouterr().err.count("has lost") == 1
 
 
-def test_only_what_is_lost_is_put_back_and_equal_rows_are_counted(log, git):
+def test_only_what_is_lost_is_put_back_with_a_persons_word_and_equal_rows_are_counted(log, git):
     for name in ("a", "a", "b"):
-        log(1.3, description=name)
+        log(1.3, description=name, commit=7 * name)
     git("commit", "-qam", "rows")
     log(1.2, description="c")
+    with harness.edit_log(log.path) as rows:
+        rows[2] |= dict(status="keep", by="person")
     git("reset", "-q", "--hard")
     assert described(log) == ["a", "a", "b", "c"]
+    words = [(row["status"], row["by"]) for row in harness.read_results(log.path)]
+    assert words == [("keep", "run"), ("discard", "run"), ("keep", "person"), ("keep", "run")]
     log.path.write_text(log.path.read_text().replace("\ta\t", "\tedited by hand\t", 1))
     assert described(log) == ["edited by hand", "a", "b", "c"], "of the same run"
     lines = log.path.read_text().splitlines(keepends=True)
     log.path.write_text("".join(lines[:2] + lines[3:]))
     assert described(log).count("c") == 1 and len(described(log)) == 4
-
-
-def test_a_persons_word_comes_back_with_the_row_that_git_has_set_back(log, git):
-    log(1.3)
-    git("commit", "-qam", "rows")
-    with harness.edit_log(log.path) as rows:
-        rows[0] |= dict(status="discard", by="person")
-    git("reset", "-q", "--hard")
-    assert [(row["status"], row["by"]) for row in harness.read_results(log.path)] == [("discard", "person")]
 
 
 def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, monkeypatch, capsys):

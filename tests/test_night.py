@@ -196,19 +196,13 @@ def night(prepared, tmp_path) -> Night:
     return Night(tmp_path / "clone", prepared)
 
 
-def test_a_log_that_cannot_grow_costs_the_log_and_not_the_run(night):
-    night.edit("talks a lot", "sys.stderr.write('warning\\n' * 100_000)\n    val_bpb = 1.2")
-    night.run("python -m night run 2> /dev/full")
-    assert [row["val_bpb"] for row in night.rows()] == [1.2]
-
-
-def test_a_run_gets_no_variable_that_sends_its_git_calls_elsewhere(night):
-    """As a hook or an alias sets them."""
-    night.edit(
-        "asks git", "val_bpb = 1.2 + len([name for name in os.environ if name in ('GIT_DIR', 'GIT_INDEX_FILE')])"
-    )
-    night.run("python -m night run", GIT_DIR="/nowhere/.git", GIT_INDEX_FILE="/nowhere/.git/index")
-    assert [(row["val_bpb"], row["description"]) for row in night.rows()] == [(1.2, "asks git")]
+def test_a_log_that_cannot_grow_and_what_a_hook_tells_git_cost_a_run_nothing(night):
+    """A hook or an alias sets variables that send git calls elsewhere: train.py gets none of them."""
+    talks = "sys.stderr.write('warning\\n' * 100_000)"
+    night.edit("talks", f"{talks}; val_bpb = 1.2 + len({{'GIT_DIR', 'GIT_INDEX_FILE'}} & {{*os.environ}})")
+    elsewhere = dict(GIT_DIR="/nowhere/.git", GIT_INDEX_FILE="/nowhere/.git/index")
+    night.run("python -m night run 2> /dev/full", **elsewhere)
+    assert [(row["val_bpb"], row["description"]) for row in night.rows()] == [(1.2, "talks")]
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
@@ -318,29 +312,19 @@ print(-code == ended_by == signal.SIGTERM)
     assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "True\n"
 
 
-@pytest.mark.parametrize("moment", ["while it waits", "after it has waited"])
-def test_a_signal_that_comes_when_the_guard_has_just_ended_costs_no_row(moment):
+@pytest.mark.parametrize("waits", ["waitid", "waitpid"])
+def test_a_signal_that_comes_when_the_guard_has_just_ended_costs_no_row(waits):
     """Nor is it sent to whoever has the guard's process id by then."""
     script = f"""\
 import os, signal, types
-import harness
 from night import run
 
-wait = os.waitpid
-
-def waitpid(pid, options):
-    result = wait(pid, options)
-    if {moment == "after it has waited"}:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return result
-
-def waitid(*args):
+def wait(*args, real=os.{waits}):
     result = real(*args)
-    if {moment == "while it waits"}:
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
     return result
 
-real, os.waitpid, os.waitid = os.waitid, waitpid, waitid
+os.{waits} = wait
 run.ExpectedRow = lambda args: types.SimpleNamespace(make_up=print)
 run.guard_train = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 print(run.run(None))
@@ -469,36 +453,36 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     assert reference(Kind(["A"], "60 s", "d")) == "ccccccc"
 
 
-def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(tmp_path, monkeypatch):
-    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
+@pytest.fixture
+def gained(tmp_path, monkeypatch) -> tuple[Scratch, str, str]:
+    """A clone, its first commit, and one that was kept over it."""
     scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
     base = scratch.head()
-    scratch.shell("git branch base; echo 'A = 2' > train.py; git commit -qam idea")
-    idea = scratch.head()
+    idea = commit_train(base, b"A = 2\n", "idea", "night-loop/1")
     for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
-        row = dict(val_bpb=val_bpb, memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
-        harness.log_result(**row)
+        row = dict(memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
+        harness.log_result(val_bpb=val_bpb, **row)
+    return scratch, base, idea
+
+
+def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(gained):
+    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
+    scratch, base, idea = gained
+    scratch.shell(f"git branch base; git reset -q --hard {idea}")
     squash = "git reset -q --hard base; git merge -q --squash night@{1}; git commit -qm squashed"
     for script in ("git commit -q --amend -m words", squash):
         scratch.shell(script)
         assert scratch.head() != idea == reference(scratch.kind)
     scratch.shell("git reset -q --hard base")
     assert reference(scratch.kind) == base
-    scratch.shell(
-        "git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f train.py; git commit -qm rebased"
-    )
+    scratch.shell("git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f .; git commit -qm rebased")
     args = parse(["loop", "--agent=true"])
     with pytest.raises(prepare.PrepareError, match=f"{scratch.head()} has no result: has somebody rebased"):
         Loop(args, scratch.trainer(args)).ask()
 
 
-def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(tmp_path, monkeypatch, capsys):
-    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
-    base = scratch.head()
-    idea = commit_train(base, b"A = 2\n", "idea", "night-loop/1")
-    for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
-        row = dict(val_bpb=val_bpb, memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
-        harness.log_result(**row)
+def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(gained, capsys):
+    scratch, base, idea = gained
     scratch.shell("git mv train.py model.py; git commit -qm renamed")
     gains = Gains(scratch.kind, "night", None, list)
     gains.settle(1, base, scratch.rows()[-1])
@@ -612,6 +596,7 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
         ("run --seconds=inf", "inf must be finite and above 0"),
         ("run --tokens=0", "0 must be above 0"),
+        ("loop --agent=true --runs=0", "0 must be above 0"),
         ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
         ("run --seeds=1", "unrecognized arguments: --seeds=1"),
@@ -652,7 +637,7 @@ def test_a_run_that_is_killed_while_its_row_is_written_leaves_one_row(night, fil
     assert [(told(row), row["val_bpb"], row["status"]) for row in night.rows()] == [("idea", 1.2, "keep")]
 
 
-def test_set_up_begins_an_empty_log_and_needs_no_git_identity(night, tmp_path):
+def test_set_up_begins_an_empty_log_and_needs_no_git_identity_and_noise_rows_are_named_by_their_seed(night, tmp_path):
     """The rows of before are put aside."""
     assert night.rows() == [] and (night.folder / "results.tsv.before-mar5").read_text() == HEADER + OLD
     for name in [name for name in night.env if name.startswith(("GIT_AUTHOR", "GIT_COMMITTER"))]:
@@ -662,15 +647,10 @@ def test_set_up_begins_an_empty_log_and_needs_no_git_identity(night, tmp_path):
     night.run(command("## Set-up").replace("mar5", "mar6"))
     assert night.run("git log -1 --format='%an %s %D'") == "autoresearch baseline HEAD -> autoresearch/mar6\n"
     night.train()
-    assert [row["description"] for row in night.rows()] == ["baseline"]
+    night.run(command("## Noise") + "wait")
+    assert [told(row) for row in night.rows()] == ["baseline", "baseline, seed 1"]
     night.run("touch wave.log report.log")
     assert night.run("git status --porcelain") == ""
-
-
-def test_noise_rows_are_named_by_their_seed(night):
-    for seed in "12":
-        night.run(command("## Noise").replace("--seed 1", f"--seed {seed}") + "wait")
-    assert [told(row) for row in night.rows()] == ["baseline, seed 1", "baseline, seed 2"]
 
 
 def test_options_in_the_documents_exist():
@@ -701,14 +681,18 @@ def simulate(runs: int, crash_every: int) -> None:
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Draws the log; returns the axes of each gpu and dataset."""
+    """Draws the log; returns the axes of each gpu and dataset. With rows, it logs them first, in short."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
-    def draw() -> list:
+    def draw(*rows: tuple) -> list:
+        for commit, seed, val_bpb, *more in rows:
+            row = dict(memory_gb=1.0, gpu="g", dataset="d", budget="60 s", description="idea [2]")
+            row |= dict(commit=commit, seed=seed, reason="killed" * (not val_bpb))
+            harness.log_result(val_bpb=val_bpb, **row | dict(*more))
         plot()
         assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
         return figures[-1].axes
@@ -749,33 +733,19 @@ def test_picture_has_a_chart_for_each_gpu_with_every_experiment(drawn, runs, cra
 
 
 def test_the_picture_begins_with_the_baseline_not_with_an_idea_that_ended_before_it(drawn):
-    where = dict(memory_gb=1.0, gpu="g", dataset="d")
-    harness.log_result(val_bpb=1.5, description="idea", commit="a", to_beat=0.0, **where)
-    for commit, val_bpb in (("b", 1.3), ("c", 1.29), ("d", 1.31), ("e", 1.3)):
-        harness.log_result(val_bpb=val_bpb, description="x", commit=commit, **where)
-    (chart,) = drawn()
+    others = [("b", 42, 1.3), ("c", 42, 1.29), ("d", 42, 1.31), ("e", 42, 1.3)]
+    (chart,) = drawn(("a", 42, 1.5, dict(to_beat=0.0)), *others)
     assert chart.get_title("left").endswith("\nval_bpb 1.3000 to 1.2900") and chart.get_ylim()[1] < 1.4
-    harness.RESULTS.write_text(
-        harness.RESULTS.read_text().replace("c\t1.290000\t1.0\tkeep", "c\t1.290000\t1.0\tdiscard")
-    )
+    log = harness.RESULTS.read_text()
+    harness.RESULTS.write_text(log.replace("c\t1.290000\t1.0\tkeep", "c\t1.290000\t1.0\tdiscard"))
     (chart,) = drawn()
     assert chart.get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
 
 
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
-    where = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc")
-    harness.log_result(val_bpb=1.3, description="idea [2]", **where)
-    harness.log_result(val_bpb=0.0, description="idea [2]", seed=1, reason="killed", **where)
-    harness.log_result(val_bpb=0.0, description="idea [2]", seed=3, reason="killed", **where)
-    harness.log_result(val_bpb=1.2, description="idea [2]", seed=1, **where)
-    harness.log_result(val_bpb=1.25, description="idea [2]", seed=2, **where)
-    (chart,) = drawn()
-    assert [label.get_text() for label in chart.get_legend().get_texts()] == [
-        "1 discard",
-        "2 keep",
-        "1 crash",
-        "best +- 2 s.d. of a seed",
-    ]
+    (chart,) = drawn(("a", 42, 1.3), ("a", 1, 0.0), ("a", 3, 0.0), ("a", 1, 1.2), ("a", 2, 1.25))
+    labels = [label.get_text() for label in chart.get_legend().get_texts()]
+    assert labels == ["1 discard", "2 keep", "1 crash", "best +- 2 s.d. of a seed"]
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\t300 s\t42\t0.0\t\tkilled\trun\n"])
@@ -822,23 +792,13 @@ def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, mo
 def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_repeated_runs(drawn):
     """Neither a seed that was repeated nor what ran on top of a commit is one more seed of it. The best, its gain and
     the title are those of one seed, the most frequent: another one that was lucky is no progress."""
-    where = dict(memory_gb=1.0, dataset="d", gpu="g", budget="60 s", description="x")
-    for commit, seed, score in (
-        ("abc", 42, 1.3),
-        ("abc", 42, 1.3),
-        ("abc+", 42, 1.25),
-        ("abc+", 1, 1.29),
-        ("abc", 1, 1.2),
-    ):
-        harness.log_result(val_bpb=score, commit=commit, seed=seed, **where)
+    report = dict(report=True)
+    rows = [("abc", 42, 1.3), ("abc", 42, 1.3), ("abc+", 42, 1.25), ("abc+", 1, 1.29), ("abc", 1, 1.2)]
     for commit, scores in {"abc": (1.30, 1.32), "def": (1.10, 1.14, 1.18), "one": (1.0,)}.items():
-        for seed, score in enumerate(scores):
-            harness.log_result(val_bpb=score, commit=commit, seed=seed, report=True, **where)
-    harness.log_result(val_bpb=0.0, commit="abc", reason="killed", report=True, **where)
-    harness.log_result(val_bpb=1.0, commit="abc", report=True, **where | {"budget": "50 s"})
-    for seed in (1001, 1002):  # of an attribution
-        harness.log_result(val_bpb=seed / 1e3, commit="abc", seed=seed, report=True, **where)
-    (chart,) = drawn()
+        rows += [(commit, seed, score, report) for seed, score in enumerate(scores)]
+    rows += [("abc", 42, 0.0, report), ("abc", 42, 1.0, report | {"budget": "50 s"})]
+    rows += [("abc", seed, seed / 1e3, report) for seed in (1001, 1002)]  # of an attribution
+    (chart,) = drawn(*rows)
     noise = ((0.1**2 / 2 + 0.02**2 / 2 + 2 * 0.04**2) / 4) ** 0.5  # pooled: 1, 1 and 2 degrees of freedom
     (band,) = [patch.get_bbox() for patch in chart.patches]
     assert (band.y0, band.y1) == pytest.approx((1.25 - 2 * noise, 1.25 + 2 * noise))
@@ -846,12 +806,11 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
 
 
 def test_the_band_is_that_between_versions_once_three_have_been_trained_with_three_seeds(drawn):
-    where = dict(memory_gb=1.0, dataset="d", gpu="g", budget="60 s", description="x")
+    where, rows = dict(gpu="g", budget="60 s", dataset="d"), []
     for i, commit in enumerate("abc"):
         for j, seed in enumerate((42, 1, 2)):  # a seed's effect of 0.1 on all, the rest 0.01
-            score = 1.3 - 0.1 * i + 0.1 * j + 0.01 * (i == j)
-            harness.log_result(val_bpb=score, commit=7 * commit, seed=seed, **where)
-    (chart,) = drawn()
+            rows.append((7 * commit, seed, 1.3 - 0.1 * i + 0.1 * j + 0.01 * (i == j)))
+    (chart,) = drawn(*rows)
     (band,) = [patch.get_bbox() for patch in chart.patches]
     noise = Noise.of([where])
     assert noise == (pytest.approx(0.01 * 0.5**0.5, rel=1e-6), "between versions with one seed")

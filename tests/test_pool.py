@@ -72,12 +72,15 @@ def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(l
 
     def told(local: Local, per_gpu: int) -> list[str | None]:
         env = local.environment("", per_gpu)
-        return [env.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")]
+        names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "TORCHINDUCTOR_COMPILE_THREADS")
+        return [env.get(name) for name in names]
 
-    assert told(local, 2) == ["2", "passive", "0"]
-    assert told(Local([], 2, 60), 1) == [None, None, None]
+    assert told(local, 2) == ["2", "passive", "0", "2"]
+    assert told(Local([], 2, 60), 1) == [None, None, None, "8"]
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert told(local, 1) == ["4", "active", "0"]
+    assert told(local, 1) == ["4", "active", "0", "4"]
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: range(256))
+    assert told(Local([], 1, 60), 1)[-1] == "32"
 
 
 @pytest.mark.parametrize("pause", [0, 60])

@@ -1,12 +1,9 @@
 """The morning after: simulated nights, their experiments drawn from a random generator, and the report on them."""
 
-import os
+import itertools
 import random
 import re
-import signal
 import statistics
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 from keep_rules import Case, draw
 from scratch import Scratch
 from small_corpus import ROOT
-from test_night import Night
 
 import harness
 import prepare
@@ -23,7 +19,7 @@ from night.__main__ import parse
 from night.intervals import interval, miss_of_look, shrink
 from night.noise import seed_noise
 from night.report import gains, remember_look
-from night.rows import Kind, experiments, scores
+from night.rows import experiments, reference, scores
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
@@ -39,31 +35,15 @@ def bpb(split):
 
 result(bpb("val"), bpb("test"))
 """
-STUB_RUN = """\
-import os, sys, time
-import harness
-import prepare
-
-options = dict(option.removeprefix("--").split("=") for option in sys.argv[1:])
-seed = int(options["seed"])
-
-def result(val_bpb, test_bpb):
-    time.sleep(999 if seed == 103 and "HOLD" in os.environ else 0)
-    harness.log_result(
-        val_bpb=val_bpb, memory_gb=2.0, gpu="cpu", budget=harness.budget_name(None, int(options["tokens"])), seed=seed,
-        dataset=prepare.dataset_id(), tokens_M=1.3,
-        test_bpb=test_bpb if harness.night_record()["score_test"] else None,
-    )
 
 
-"""
+class Morning(Scratch):
+    """Nights in a clone, and reports in this process, whose runs end at once."""
 
-
-class Simulated:
-    """Nights in a clone: `folder`, `shell` and `rows` are its own."""
-
-    dataset = "d"
-    stub = STUB
+    def __init__(self, folder: Path, monkeypatch, **files: str):
+        super().__init__(folder, monkeypatch, {"train.py": "", **files}, BUDGET)
+        kind, self.stub = self.kind, STUB
+        monkeypatch.setattr(reports, "start_pool", lambda args: (self.pool, kind._replace(budget=args.budget)))
 
     def simulate(self, gain: float, runs: int = 200) -> list[dict]:
         """A night of so many experiments, their noise included, that truly gains so much; its rows.
@@ -73,8 +53,7 @@ class Simulated:
         rng, best = random.Random(5), 9.0
         for i in range(runs):
             true = 1.2 - gain * (i // 40) / max(1, (runs - 1) // 40)
-            row = dict(memory_gb=2.0, **LABEL, dataset=self.dataset, tokens_M=1.5, commit=f"{i:07x}")
-            row["path"] = self.folder / "results.tsv"
+            row = dict(memory_gb=2.0, **LABEL, dataset="d", tokens_M=1.5, commit=f"{i:07x}")
             val_bpb = true + rng.gauss(0, NOISE)
             if i and i % 20 == 0:
                 harness.log_result(val_bpb=0.0, reason="out of memory", description=f"idea {i}", **row)
@@ -84,20 +63,12 @@ class Simulated:
                 text = self.stub.replace("TRUE", str(true)).replace("NOISE", str(NOISE)).replace("IDEA", str(i))
                 (self.folder / "train.py").write_text(text)
                 self.shell(f"git commit -qam 'idea {i}'")
-                row["commit"] = self.shell("git rev-parse --short=7 HEAD").strip()
+                row["commit"] = self.head()
             harness.log_result(val_bpb=val_bpb, description=f"idea {i}", **row)
         return self.rows()
 
     def report_rows(self) -> list[dict]:
         return [row for row in self.rows() if row["status"] == "report"]
-
-
-class Morning(Simulated, Scratch):
-    """Reports in this process, whose runs end at once."""
-
-    def __init__(self, folder: Path, monkeypatch, **files: str):
-        super().__init__(folder, monkeypatch, {"train.py": "", **files}, BUDGET)
-        monkeypatch.setattr(reports, "start_pool", lambda args: (self.pool, self.kind))
 
     def report(self, *options: str) -> None:
         reports.report(parse(["report", "--per-gpu=2", "--tokens=1500000", *options]))
@@ -109,31 +80,6 @@ class Morning(Simulated, Scratch):
 @pytest.fixture
 def morning(tmp_path, monkeypatch) -> Morning:
     return Morning(tmp_path / "clone", monkeypatch)
-
-
-class Clone(Simulated, Night):
-    """Reports in processes."""
-
-    shell = Night.run
-    stub = STUB_RUN + STUB
-
-    def __init__(self, folder: Path, cache: Path):
-        super().__init__(folder, cache)
-        self.dataset = prepare.dataset_id(cache / (cache / "current").read_text().strip())
-
-    def report(self, *args: str, **env: str) -> subprocess.Popen:
-        command = ["exec python -m night report --per-gpu=2 --tokens=1500000", *args]
-        return self.start(" ".join(command), CUDA_VISIBLE_DEVICES="", **env)
-
-    def finish(self, report: subprocess.Popen, code: int = 0) -> str:
-        output = report.communicate(timeout=600)[0]
-        assert report.returncode == code and not self.processes(), output
-        return output
-
-
-@pytest.fixture
-def clone(prepared, tmp_path) -> Clone:
-    return Clone(tmp_path / "clone", prepared)
 
 
 def numbers(report: str) -> dict[str, list[float]]:
@@ -160,22 +106,19 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     assert morning.shell("git status --porcelain") == ""
 
 
-@pytest.mark.slow
-def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows_are_no_experiments(clone, monkeypatch):
-    night = clone.simulate(gain=0.02)
-    report = clone.report(HOLD="the last seed")
-    while len(clone.rows()) < len(night) + 2:
-        time.sleep(0.05)
-        assert report.poll() is None, report.stdout.read()
-    os.killpg(report.pid, signal.SIGINT)
-    assert "interrupted: the same command continues" in clone.finish(report, code=130)
-    before = clone.rows()
-    assert len(before) < len(night) + 6
-    output = clone.finish(clone.report())
-    assert clone.rows()[: len(before)] == before
+def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows_are_no_experiments(morning, capsys):
+    night = morning.simulate(gain=0.02)
+    morning.pool.user = (morning.interrupt() if look == 2 else None for look in itertools.count())
+    with pytest.raises(SystemExit):
+        morning.report()
+    assert "interrupted: the same command continues" in capsys.readouterr().out
+    before = morning.rows()
+    assert len(before) == len(night) + 2
+    morning.report()
+    output, rows = capsys.readouterr().out, morning.report_rows()
+    assert "\n4 runs, 2 more have a row" in output and morning.rows() == before + rows[2:] == night + rows
 
-    rows, (first, *_, last) = clone.report_rows(), [row["commit"] for row in night if row["status"] == "keep"]
-    assert clone.rows() == night + rows
+    first, *_, last = (row["commit"] for row in night if row["status"] == "keep")
     subject = {row["commit"]: row["description"] for row in night}
     names = sorted((row["commit"], row["description"], row["seed"]) for row in rows)
     seeds = (101, 102, 103)
@@ -185,15 +128,12 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
     assert "it holds up." in output
 
-    log = (clone.folder / "results.tsv").read_bytes()
-    assert "\n0 runs, 6 more have a row" in clone.finish(clone.report())
-    assert (clone.folder / "results.tsv").read_bytes() == log
-
-    monkeypatch.setattr(harness, "RESULTS", (clone.folder / "results.tsv"))
-    assert experiments() == night
+    log = harness.RESULTS.read_bytes()
+    morning.report()
+    assert "\n0 runs, 6 more have a row" in capsys.readouterr().out and harness.RESULTS.read_bytes() == log
+    assert experiments() == night == morning.kind.rows()  # what a wave compares with
     assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
-    assert clone.run("python -m night reference --tokens 1500000").strip() == last
-    assert Kind(["cpu"], "1.5 M tokens", night[0]["dataset"]).rows() == night  # what a wave compares with
+    assert reference(morning.kind) == last
 
 
 def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
@@ -233,23 +173,23 @@ def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("runs", "option", "code", "line"),
+    ("runs", "option", "line"),
     [
-        (1, "--seeds=3", 0, "Fewer than two revisions were kept on this branch: there is no gain to report."),
-        (
-            1,
-            "--tokens=7",
-            1,
-            "night: no experiment on cpu, 7e-06 M tokens, .*, but on cpu, 1.5 M tokens, .*: give that budget",
-        ),
-        (0, "--seeds=1", 1, "night: --seeds must be at least 2, not 1: one run has no standard error"),
+        (1, "--seeds=3", "Fewer than two revisions were kept on this branch: there is no gain to report."),
+        (1, "--tokens=7", "no experiment on cpu, 7e-06 M tokens, d, but on cpu, 1.5 M tokens, d: give that budget"),
+        (0, "--seeds=1", "--seeds must be at least 2, not 1: one run has no standard error"),
     ],
 )
-def test_a_report_that_cannot_be_says_so_in_a_line(clone, runs, option, code, line):
-    clone.simulate(gain=0.0, runs=runs)
-    (clone.folder / "report.md").write_text("of yesterday")
-    assert re.search(f"^{line}$", clone.finish(clone.report(option), code), re.M)
-    assert (code == 0) == bool(re.search(f"^{line}$", (clone.folder / "report.md").read_text(), re.M))
+def test_a_report_that_cannot_be_says_so_in_a_line(morning, runs, option, line):
+    morning.simulate(gain=0.0, runs=runs)
+    (morning.folder / "report.md").write_text("of yesterday")
+    if line.startswith("Fewer"):
+        morning.report(option)
+        assert f"\n{line}\n" in morning.written()
+    else:
+        with pytest.raises(prepare.PrepareError, match=f"^{line}$"):
+            morning.report(option)
+        assert morning.written() == "of yesterday"
 
 
 FIRST = dict(commit="a", val_bpb=1.210, status="keep", tokens_M=9.0, description="baseline", seed=7, reason="")
@@ -348,15 +288,10 @@ def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
     assert "it is a loss." in told(worse, worse)
 
 
-def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test_before(tmp_path, monkeypatch):
-    def shell(script: str) -> str:
-        return subprocess.check_output(["sh", "-ec", script], cwd=tmp_path, text=True).strip()
-
+def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test_before(morning):
     commit = "git commit -q --allow-empty -m x; git rev-parse --short=7 HEAD; "
-    shell("git init -q")
-    a, b, c, d = shell(4 * commit).split()
-    other = shell(f"git checkout -q -b other {a}; {commit}")
-    monkeypatch.setattr("night.git.ROOT", tmp_path)
+    a, b, c, d = morning.shell(4 * commit).split()
+    other = morning.shell(f"git checkout -q -b other {a}; {commit}")
 
     def look(first: str, last: str, seeds: int, dataset: str = "d") -> tuple[int, list[str]]:
         rows = rows_of({name: [1.2] * seeds for name in (first, last)}, {name: [1.3] * seeds for name in (first, last)})

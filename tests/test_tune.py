@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,9 +245,7 @@ def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
         )
 
     killed = search(9)
-    while len(clone.rows()) < 7:  # the base, three for noise, and three trials
-        time.sleep(0.05)
-        assert killed.poll() is None, killed.stdout.read()
+    clone.wait(killed, lambda: len(clone.rows()) >= 7)  # the base, three for noise, and three trials
     killed.send_signal(signal.SIGKILL)
     assert clone.all_gone(runs=True)
     before, output = clone.rows(), clone.finish(search(9))
