@@ -231,7 +231,7 @@ def sdpa_window(q, k, v, window):
 
 def sdpa(q, k, v, window, shift):
     """SDPA has no windows: the text is cut into pieces of `window` tokens that see only themselves.
-    Zeros in front shift every other layer's cuts; they are a sink, too. Shift None: a true window."""
+    Zeros in front shift every other layer's cuts: an attention sink, too. Shift None: a true window."""
     B, T, H, D = q.shape
     if shift is None and window < T:
         return sdpa_window(q, k, v, window)
