@@ -490,6 +490,13 @@ def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, nam
     assert "val_bpb:" not in run.out and error in run.err.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_row_and_summary_are_safe_before_anything_else_is_done_with_the_run(clone):
+    for i, late in enumerate(("sample", "save_weights")):
+        run = clone.run("--save", edit=f"replace(experiment, '{late}', lambda *_, **__: send(signal.SIGKILL))")
+        assert run.code == -signal.SIGKILL and len(clone.statuses) == i + 1 and "val_bpb" in run.summary, run
+
+
 # Signals
 
 PHASES = {"warm-up": "harness, 'warm_up'", "training": "train, 'train'", "evaluation": "summary, 'evaluate_bpb'"}
