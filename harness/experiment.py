@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import io
 import json
 import os
 import signal
@@ -48,7 +47,7 @@ def run(train: Callable, build_model: Callable) -> None:
     text = "don't train: continue TEXT with the saved weights; with the --gpu that trained them, if any"
     parser.add_argument("--sample", metavar="TEXT", help=text)
     args = parser.parse_args()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not None, as under `>&-`, and not a notebook's
+    with suppress(AttributeError):  # no stdout, as under `>&-`, or a notebook's
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a subject's emoji, or what the model writes
     gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation

@@ -13,8 +13,7 @@ from test_report import LABEL, Morning
 
 import harness
 import prepare
-from night import git as commits
-from night import proposals
+from night import git, proposals
 from night.attribute import Change, attribute, halves, lineage, possible, prune, try_changes
 from night.git import revisions
 
@@ -156,7 +155,7 @@ def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_p
     noise = np.random.default_rng(1)
 
     def log(commit: str, name: str, seed: int = 42, report: bool = False) -> None:
-        text = commits.read_train(commit)
+        text = git.read_train(commit)
         bpb = 1.3 - 0.02 * (b"A = 1" in text) - 0.005 * (b"B = 1" in text) + noise.normal(0, 5e-4, 2) * report
         row = dict(gpu="cpu", dataset="d", memory_gb=1.0, commit=commit, description=name, seed=seed, report=report)
         harness.log_result(val_bpb=bpb[0], test_bpb=bpb[1] if report else None, to_beat=9.0, **row)
@@ -209,15 +208,15 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
         b"a = 3\n\nb = 2\n\nif c:\n    c = 1\n",
         b"a = 3\n\nb = 2\n\nif c:\n    c = 4\n",
     ]
-    assert [commits.group(files, i) for i in range(1, 6)] == [{1, 3}, {2}, {3}, {4, 5}, {5}]
-    assert commits.without(files, {1, 3}) == b"a = 1\n\nb = 2\n\nif c:\n    c = 4\n"
-    assert commits.without(files, {2, 5}) == b"a = 3\n\nb = 1\n\nif c:\n    c = 1\n"
-    assert commits.without(files, {1}) is None
+    assert [git.group(files, i) for i in range(1, 6)] == [{1, 3}, {2}, {3}, {4, 5}, {5}]
+    assert git.without(files, {1, 3}) == b"a = 1\n\nb = 2\n\nif c:\n    c = 4\n"
+    assert git.without(files, {2, 5}) == b"a = 3\n\nb = 1\n\nif c:\n    c = 1\n"
+    assert git.without(files, {1}) is None
     tuned = [b"a = %d\n\nb = 1\n\nc = %d\n" % pair for pair in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1), (4, 2)]]
-    assert [commits.group(tuned, i) for i in range(1, 6)] == [{1, 3, 4}, {2, 5}, {3, 4}, {4}, {5}]
+    assert [git.group(tuned, i) for i in range(1, 6)] == [{1, 3, 4}, {2, 5}, {3, 4}, {4}, {5}]
     lines = b"def f():\n    n = 1\n    a = 1\n    b = 1\n    c = 1\n"
     files2 = [lines, lines.replace(b"    n = 1\n", b""), lines.replace(b"    n = 1\n", b"") + b"    global n\n"]
-    assert commits.without(files2, {1}) is None and commits.group(files2, 1) == {1, 2}  # n has been assigned before
+    assert git.without(files2, {1}) is None and git.group(files2, 1) == {1, 2}  # n has been assigned before
     assert possible(files, [1, 2]) == {1, 2, 3} and possible(files, [4]) == {4, 5} and possible(files, []) == set()
     assert possible(files, [1, 2], others=False) == {2} and possible(files, [1, 3], others=False) == {1, 3}
 
@@ -225,32 +224,32 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
 def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
     """A second commit at a place is refused; a branch that somebody has committed to stays."""
     head = shell("echo a > train.py; git add .; git commit -q -m a; git rev-parse HEAD")
-    first = commits.commit_train(head, b"b", "b", "night-loop/1")
-    assert first == commits.commit_train(head, b"b", "b", "night-loop/1")
+    first = git.commit_train(head, b"b", "b", "night-loop/1")
+    assert first == git.commit_train(head, b"b", "b", "night-loop/1")
     with pytest.raises(subprocess.CalledProcessError):
-        commits.commit_train(head, b"c", "c", "night-loop/1")
+        git.commit_train(head, b"c", "c", "night-loop/1")
     assert shell("git rev-parse refs/night/night-loop/1").startswith(first)
-    kept = commits.commit_train(head, b"c", "c", "without/")
+    kept = git.commit_train(head, b"c", "c", "without/")
     assert shell(f"git rev-parse --short=7 refs/night/without/{shell(f'git rev-parse {kept}')}") == kept
     assert shell("git branch --format='%(refname:short)'") == "night", "hundreds of branches"
 
-    assert [commits.new_branch("night-pruned", kept) for _ in range(2)] == ["night-pruned"] * 2
+    assert [git.new_branch("night-pruned", kept) for _ in range(2)] == ["night-pruned"] * 2
     theirs = shell("git checkout -q night-pruned; git commit -q --allow-empty -m mine; git rev-parse HEAD")
-    assert commits.new_branch("night-pruned", kept) == "night-pruned-2"
+    assert git.new_branch("night-pruned", kept) == "night-pruned-2"
     assert shell("git rev-parse night-pruned") == theirs
     shell("git checkout -q night; git branch night-deep/er")
-    assert commits.new_branch("night-deep", kept) == "night-deep-2"
+    assert git.new_branch("night-deep", kept) == "night-deep-2"
 
 
 def test_hashes_of_sha256_are_hashes(shell):
     shell("rm -r .git; git init -q --object-format=sha256 -b night")
     head = shell("echo a > train.py; git add .; git commit -q -m 'the first'; git rev-parse HEAD")
-    proposal = commits.commit_train(head, b"b\n", "the second", "night-loop/1")
+    proposal = git.commit_train(head, b"b\n", "the second", "night-loop/1")
     assert revisions([head, proposal]) == [(head[:7], "the first"), (proposal, "the second")]
     assert proposals.accepted("night") == {proposal: (1, head[:7], "the second")}
-    assert len(head) == 64 and b"train.py" in commits.archive(proposal)
-    commits.move_branch("night", shell(f"git rev-parse {proposal}"), head)
-    assert commits.read_train("night") == b"b\n"
+    assert len(head) == 64 and b"train.py" in git.archive(proposal)
+    git.move_branch("night", shell(f"git rev-parse {proposal}"), head)
+    assert git.read_train("night") == b"b\n"
 
 
 def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch):
@@ -261,7 +260,7 @@ def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch)
     head = shell(
         f"printf 'a\n\n\n\nb\n' > train.py; git add .; git -c gpg.program={gpg} commit -q -S -m a; git rev-parse HEAD"
     )
-    plain = commits.new_commit(head, b"x\n\n\n\nb\n", "é"), commits.archive(head)
+    plain = git.new_commit(head, b"x\n\n\n\nb\n", "é"), git.archive(head)
     other, config = tmp_path / "other", tmp_path / "config"
     attributes = "* text=auto eol=crlf export-ignore"
     config.write_text(f"[log]\nshowSignature = true\n[gpg]\nprogram = {gpg}\n[merge]\nconflictStyle = diff3\n")
@@ -273,9 +272,9 @@ def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"):
         monkeypatch.setenv(name, str(other))
-    assert (commits.new_commit(head, b"x\n\n\n\nb\n", "é"), commits.archive(head)) == plain
-    assert revisions([commits.commit_train(head, b"y\n", "é", "night-loop/1")])[0][1] == "é"
-    assert commits.revert(b"x\n\n\n\nb\n", b"a\n\n\n\nc\n", b"a\n\n\n\nb\n") == b"x\n\n\n\nc\n"
+    assert (git.new_commit(head, b"x\n\n\n\nb\n", "é"), git.archive(head)) == plain
+    assert revisions([git.commit_train(head, b"y\n", "é", "night-loop/1")])[0][1] == "é"
+    assert git.revert(b"x\n\n\n\nb\n", b"a\n\n\n\nc\n", b"a\n\n\n\nb\n") == b"x\n\n\n\nc\n"
     assert not [*other.glob("objects/??")]
 
 
@@ -299,7 +298,7 @@ def test_a_branch_does_not_move_over_a_commit_that_came_meanwhile(shell):
     script = "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
     *pair, last = shell(script).split()
     with pytest.raises(subprocess.CalledProcessError):
-        commits.move_branch("night", commits.new_commit(pair[1], b"", "keep", pair[0]), pair[1])
+        git.move_branch("night", git.new_commit(pair[1], b"", "keep", pair[0]), pair[1])
     assert shell("git rev-parse night") == last
 
 

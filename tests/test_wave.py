@@ -21,8 +21,7 @@ from test_night import Night, command
 
 import harness
 import prepare
-from night import pool as gpus
-from night import rows
+from night import pool, rows
 from night import wave as waves
 from night.__main__ import main, parse
 from night.pool import Ended, Run, Started
@@ -560,7 +559,7 @@ def test_200_runs_on_8_slots_leave_200_rows(clone):
 )
 def test_a_wave_that_cannot_be_says_so(played, monkeypatch, revision, remedy):
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
-    monkeypatch.setattr(gpus, "GPU_NAMES", f"raise SystemExit({3 * ('asking' in remedy)})")
+    monkeypatch.setattr(pool, "GPU_NAMES", f"raise SystemExit({3 * ('asking' in remedy)})")
     monkeypatch.setattr(sys, "argv", ["night", "wave", *revision.split()])
     if "ray" in remedy:
         monkeypatch.setitem(sys.modules, "ray", None)
@@ -585,8 +584,8 @@ def test_a_command_that_cannot_be_ends_in_a_line(clone):
 def test_gpus_that_do_not_answer_are_told_in_a_line_even_if_the_question_cannot_be_killed(monkeypatch):
     """As a process that waits for a driver."""
     asked = []
-    monkeypatch.setattr(gpus, "ANSWER", 0.5)
-    monkeypatch.setattr(gpus, "GPU_NAMES", "import time; time.sleep(100)")
+    monkeypatch.setattr(pool, "ANSWER", 0.5)
+    monkeypatch.setattr(pool, "GPU_NAMES", "import time; time.sleep(100)")
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: asked.append(process))
     start = time.monotonic()
     with pytest.raises(prepare.PrepareError, match="GPUs do not answer within"):
