@@ -98,7 +98,7 @@ def induction(self, x, idx):
 
 def rounds_by_the_batch(self, x, idx):
     """As some kernels do: what a row shares a tile with decides the order of its sums."""
-    generator = torch.Generator().manual_seed(int(idx.sum()))
+    generator = torch.Generator(x.device).manual_seed(int(idx.sum()))
     return x * (1 + 3e-5 * torch.rand(len(x), generator=generator)[:, None, None])
 
 
@@ -121,7 +121,7 @@ def two_tokens_at_once(self, logits, targets, reduction):
 
 class SixteenBit(LM):
     def forward(self, idx, targets=None, reduction="mean"):
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(idx.device.type, self.dtype):
             return self.lm_head(attend(self.linear(self.embed(idx)), is_causal=True))
 
 
@@ -279,6 +279,13 @@ FALSE["claims_to_be_coarse"] = ClaimsToBeCoarse, FUTURE
 FALSE["never_evaluates"] = NeverEvaluates, "is not the same twice"
 
 
+@pytest.fixture
+def on_device(device):
+    """Tensors are made on the GPU, if there is one."""
+    with device:
+        yield
+
+
 def reference(model, tokenizer, split: str = "val", limit: int = 10**9) -> float:
     """Bits per byte by another route: rows one at a time, in float64."""
     bos = tokenizer.get_bos_token_id()
@@ -297,6 +304,7 @@ def reference(model, tokenizer, split: str = "val", limit: int = 10**9) -> float
     return nats / math.log(2) / nbytes
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("name", HONEST)
 def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
@@ -308,6 +316,7 @@ def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(token
     referee.check(model, torch.randint(tokenizer.get_vocab_size(), (B, T)), tokenizer.get_vocab_size())
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("name", FALSE)
 def test_each_false_model_is_refused_with_its_reason_before_training_and_by_the_score(tokenizer, monkeypatch, name):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
