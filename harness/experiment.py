@@ -25,7 +25,7 @@ from harness.record import night_record, write_record
 from harness.summary import summarize
 from harness.warmup import start_compiler
 from harness.weights import load_weights, sample, save_weights
-from prepare import TIME_BUDGET, PrepareError, Tokenizer, adopt_dataset, dataset_id
+from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, Tokenizer, adopt_dataset, dataset_id
 
 
 def run(train: Callable, build_model: Callable) -> None:
@@ -82,6 +82,8 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     if logged:
         adopt_dataset(tokenizer.directory)
     print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
+    if (size := tokenizer.get_vocab_size()) != VOCAB_SIZE:
+        print(f"The vocabulary has {size} tokens, not VOCAB_SIZE = {VOCAB_SIZE}: for another, run prepare.py")
     handle_signals(on_signal)
     try:
         model, numbers = train(clock, tokenizer, device, args.seed, gpu)

@@ -21,6 +21,7 @@ from night.records import RUNS, record_of
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
+REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
 # For the throw-away repository of a checkout, whatever the user has told git
 SETTINGS = """
@@ -93,7 +94,7 @@ def new_proposal(branch: str) -> Iterator[int]:
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
     """(number, base, subject) of each proposal that was accepted on a branch, by commit."""
     form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
-    options = ["--sort=version:refname", f"--format={form}", f"refs/night/{branch}-loop/"]
+    options = ["--sort=version:refname", f"--format={form}", f"refs/night/{REFS(branch)}"]
     lines = [line.split("\t") for line in git("for-each-ref", *options).splitlines()]
     return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines if n.isdecimal()}
 

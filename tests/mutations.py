@@ -404,6 +404,9 @@ SECTIONS = [
     ("What a terminal lacks", "harness/experiment.py", ["test_run.py", "-k", "keep_the_best"], [
         ('sys.stdout.reconfigure(errors="replace")', "pass"),
     ]),
+    ("Another vocabulary", "harness/experiment.py", ["test_run.py", "-m", "", "-k", "official"], [
+        ("tokenizer.get_vocab_size()) != V", "tokenizer.get_vocab_size()) == V"),
+    ]),
     ("What a terminal lacks", "night/__main__.py", ["test_wave.py", "-k", "unlike"], [
         ('=True, errors="replace")', "=True)"),
     ]),

@@ -222,7 +222,8 @@ def test_an_official_run_prints_what_the_documents_say_and_nothing_on_stderr(nig
     assert long.code == 0 and int(long.summary["num_steps"]) > 100, "what is looked at every 100 steps finds nothing"
     for run, row, seed in zip(runs, clone.rows, (42, 43, 42), strict=True):
         assert (run.code, run.err) == (0, "")
-        first, size, second, third, *_ = run.out.splitlines()
+        first, vocabulary, size, second, third, *_ = run.out.splitlines()
+        assert re.match(r"The vocabulary has \d{3} tokens, not VOCAB_SIZE = 8192", vocabulary)
         assert first == f"cpu, 300 s, {row['dataset']}, seed {seed}" and third.startswith("step 00001 ")
         assert size == "Size by SIZES[0], for 0 FLOP/s"
         assert re.match(r"0\.\d M parameters, torch\.float32, Config\(depth=2, .*total_batch_size=512", second)

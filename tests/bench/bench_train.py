@@ -28,7 +28,7 @@ RECIPES = {
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """
 import dataclasses, inspect, textwrap
-shape = dict(depth=8, n_embd=512, seq_len=2048, window=1024, num_experts=0)
+shape = dict(depth=8, n_embd=512, seq_len=2048, eval_seq_len=2048, window=1024, num_experts=0)
 shape |= dict(device_batch_size=128, total_batch_size=2**19)
 config = dataclasses.replace(train.SIZES[-1][1], **shape)
 train.pick_size = lambda gpu: config
