@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import harness
-from harness.record import night_record
+from harness.record import night_record, process_seconds
 from prepare import read
 
 DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
@@ -29,6 +30,7 @@ def git_head() -> tuple[str, str]:
         names, ran = uncommitted(), script()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
         notes += f" (ran {ran})" if ran != "train.py" else ""
+        notes += " (changed while it started)" if changed_since_start() else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
         print(f"no commit in this row: {' '.join(git_problem(error).split())}", file=sys.stderr)
@@ -46,14 +48,22 @@ def script() -> str:
     return main.name if main.is_file() and main.parent == harness.RESULTS.parent else "train.py"
 
 
+def changed_since_start() -> bool:
+    """Whether the script has been written to since this process began, and so may not be what it has read."""
+    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    began = time.time() - process_seconds() + 0.1  # both times are coarse
+    return main.name == script() and main.is_file() and main.stat().st_mtime > began
+
+
 def uncommitted() -> list[str]:
-    """The decisive files that are not as committed, new ones (ignored or not) included. Raises CalledProcessError."""
+    """The decisive files that are not as committed, new ones (ignored or not) included, but no editor's hidden copies.
+    Raises CalledProcessError."""
     files = with_imports([script(), *DECISIVE])
     changed, new = (
         run_git(*command.split(), "--", *files, timeout=10).stdout.decode(errors="replace").splitlines()
         for command in ("diff --name-only --relative HEAD", "ls-files --others")
     )
-    return changed + [name for name in new if name.endswith(".py")]
+    return changed + [name for name in new if name.endswith(".py") and "/." not in f"/{name}"]
 
 
 def with_imports(names: list[str]) -> list[str]:
@@ -74,7 +84,7 @@ GIT_PLACES = """GIT_DIR GIT_WORK_TREE GIT_IMPLICIT_WORK_TREE GIT_INDEX_FILE GIT_
 GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_QUARANTINE_PATH GIT_PREFIX GIT_INTERNAL_SUPER_PREFIX GIT_NAMESPACE GIT_CONFIG
 GIT_GRAFT_FILE GIT_SHALLOW_FILE GIT_REPLACE_REF_BASE GIT_NO_REPLACE_OBJECTS""".split()
 # What a user's configuration must not change in what we read
-GIT_OPTIONS = "-c log.showSignature=false -c core.fileMode=false -c core.autocrlf=false -c core.attributesFile=".split()
+GIT_OPTIONS = "-c log.showSignature=false -c core.fileMode=false -c core.attributesFile=".split()
 GIT_OPTIONS += "-c i18n.commitEncoding=UTF-8 -c i18n.logOutputEncoding=UTF-8 -c core.hooksPath=/dev/null".split()
 
 

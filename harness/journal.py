@@ -10,7 +10,7 @@ import errno
 import functools
 import os
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,8 +58,9 @@ def append(file, lines: list[str]) -> None:
 
 
 def repair(log: list[dict], journal: list[dict]) -> int:
-    """Appends the rows that a log has lost, and sets each status that a person had decided; returns how many rows that
-    were. A log with rows, but none of the journal's, is another log that somebody put there: it stays as it is."""
+    """Puts back the rows that a log has lost, and each status that a person had decided; returns how many rows that
+    were. Also puts all rows in order, as somebody may have sorted them. A log with rows, but none of the journal's, is
+    another log that somebody put there: it stays as it is."""
     found = Counter(map(identity, log))
     if log and not any(identity(row) in found for row in journal):
         return 0
@@ -67,10 +68,13 @@ def repair(log: list[dict], journal: list[dict]) -> int:
     overruled = [row for row in log if identity(row) in decided and row["by"] != "person"]
     for row in overruled:
         row |= {key: decided[identity(row)][key] for key in ("status", "by")}
-    lost = []
-    for row in journal:
+    lost, places = [], defaultdict(list)
+    for i, row in enumerate(journal):
+        places[identity(row)].append(i)
         found[identity(row)] -= 1
         if found[identity(row)] < 0:
             lost.append(row)
+    turns = {name: iter(numbers) for name, numbers in places.items()}  # rows can be alike
     log += lost
+    log.sort(key=lambda row: next(turns.get(identity(row), iter(())), len(journal)))
     return len(lost) + len(overruled)

@@ -52,9 +52,9 @@ def edit_log(path: str | Path | None = None) -> Iterator[list[dict]]:
     """
     path = Path(path or harness.RESULTS)
     journal, problem, rows = journal_of(path), None, []
-    if not path.exists() and remembered(journal):
+    if not os.path.lexists(path) and remembered(journal):
         time.sleep(1)  # in the middle of a checkout, git is about to write it
-        if not path.exists():
+        if not os.path.lexists(path):
             print(f"{path.name} is gone: a new one begins; the rows so far stay in {journal}", file=sys.stderr)
             remember(journal, [])
     with ExitStack() as stack:

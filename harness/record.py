@@ -1,9 +1,10 @@
-"""What night tells a run, and the files that a run leaves for night."""
+"""What night tells a run, and the files that a run leaves for night; when this process began."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def night_record() -> dict:
     logged or not. referee, logits, dataset: of a locked run, see harness/remote.py.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
+
+
+def process_seconds() -> float:
+    """Seconds since this process started, imports included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime, since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def write_record(name: str, text: str, mode: str = "w") -> None:

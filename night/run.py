@@ -22,7 +22,7 @@ from night.git import ROOT
 from night.records import end_record, new_record
 from night.rows import run_name
 
-LIMIT = 600  # seconds for a run, start-up and evaluation included
+LIMIT = prepare.TIME_BUDGET + 300  # seconds for a run, start-up and evaluation included
 PATIENCE = 10  # seconds for a run to end on its own after a signal
 LOG_BYTES, LOG_END = 2**20, 2**15  # a record keeps the first MiB and the last 32 KiB of a longer log
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -111,7 +111,7 @@ def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
         row.make_up(prepare.one_line(error))
         return 1
     code, ended_by, end = guard(command, args.limit, front, log, echo=True, **options)
-    late = f"no evaluation within {args.limit / 60:g} min"
+    late = f"no evaluation within {args.limit / 60:.3g} min"
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}
     reason = reasons.get(ended_by) or why(code, end.decode(errors="replace"))
     if referee:

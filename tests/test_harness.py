@@ -567,6 +567,33 @@ def test_rows_that_git_takes_from_the_log_are_put_back_in_their_order_and_it_say
     assert described(log) == ["a", "c", "b", "d"] and capsys.readouterr().err.count("has lost") == 1
 
 
+def test_a_log_that_somebody_has_sorted_is_read_in_its_order_and_written_so_with_the_next_row(log, git):
+    for bpb, name in ((1.3, "a"), (1.2, "b"), (1.3, "a"), (1.1, "c")):
+        log(bpb, description=name, commit=7 * name)
+    head, *rows = log.path.read_text().splitlines(keepends=True)
+    log.path.write_text("".join([head, *sorted(rows, key=lambda row: row.split("\t")[1])]))
+    assert described(log) == ["a", "b", "a", "c"]
+    log(1.0, description="d")
+    assert described(log) == ["a", "b", "a", "c", "d"]
+    assert [line.split("\t")[1] for line in log.path.read_text().splitlines()[1:]] == [
+        f"{bpb}00000" for bpb in (1.3, 1.2, 1.3, 1.1, 1.0)
+    ]
+
+
+def test_a_row_waits_while_the_disk_of_a_linked_log_is_away(log, git, tmp_path, capsys):
+    log(1.3, description="a")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    log.path.rename(disk / "log"), log.path.symlink_to(disk / "log")
+    disk.rename(tmp_path / "away")
+    log(1.2, description="b")
+    assert "it waits in" in capsys.readouterr().err
+    (tmp_path / "away").rename(disk)
+    log(1.25, description="c")
+    assert described(log) == ["a", "b", "c"] and log.path.is_symlink()
+    assert [row["status"] for row in harness.read_results(log.path)] == ["keep", "keep", "discard"]
+
+
 def test_only_what_is_lost_is_put_back_with_a_persons_word_and_equal_rows_are_counted(log, git):
     for name in ("a", "a", "b"):
         log(1.3, description=name, commit=7 * name)
@@ -688,6 +715,12 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
         assert harness.git_head() == (f"{commit}+", f"idea, seed 7 [x] (uncommitted: {name})")
         (folder / name).write_text("1\n")
     (folder / "harness" / "notes.txt").write_text("no code\n")
+    (folder / "harness" / ".ipynb_checkpoints").mkdir()
+    for name in (".ipynb_checkpoints/clock-checkpoint.py", "._clock.py"):
+        (folder / "harness" / name).write_text("# an editor's\n")
+    git("config", "core.autocrlf", "true")
+    (folder / "train.py").write_text("1\r\n")
+    assert harness.git_head() == (commit, "idea, seed 7 [x]")
     (folder / "harness" / "new.py").write_text("# git has not seen it\n")
     (folder / ".git" / "info" / "exclude").write_text("new.py\n")
     assert harness.git_head() == (f"{commit}+", "idea, seed 7 [x] (uncommitted: harness/new.py)")
@@ -714,14 +747,18 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     (folder / "constants.py").write_text("WIDTH = 2\n")
     assert description() == "split (uncommitted: constants.py)"
     git("add", "."), git("commit", "-qm", "wide")
-    (folder / "train_v2.py").write_text("def train():\n    return 1 / 0\n")
+    copy = folder / "train_v2.py"
+    copy.write_text("def train():\n    return 1 / 0\n")
+    os.utime(copy, (0, 0))
     assert description() == "wide"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"), raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(copy), raising=False)
     assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
     git("add", "."), git("commit", "-qm", "copied")
     assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
+    copy.touch()  # an edit that may have come after Python has read it
+    assert description() == "copied (ran train_v2.py) (changed while it started)"
     with pytest.raises(ZeroDivisionError) as error:
-        runpy.run_path(folder / "train_v2.py")["train"]()
+        runpy.run_path(copy)["train"]()
     assert harness.crash_reason(error.value) == "ZeroDivisionError line 2"
 
 
