@@ -19,6 +19,7 @@ import base64
 import errno
 import fcntl
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -593,6 +594,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
+    if data == "":
+        raise PrepareError("--data is empty, as if from a variable that is not set: name a dataset or a folder")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
@@ -719,6 +722,25 @@ def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: floa
 
 
 # ---- Main
+class Output(io.FileIO):
+    """A full disk, or a reader that has gone, ends nothing: what cannot be written is lost."""
+
+    def write(self, data: bytes) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def patient_output() -> None:
+    """Lets stdout and stderr lose what they cannot write, such as an emoji on some terminals. Not a notebook's."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)  # None under `>&-`
+        if old and old is getattr(sys, f"__{name}__"):
+            raw = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
+            new = io.TextIOWrapper(raw, encoding=old.encoding, line_buffering=True, errors="replace")
+            setattr(sys, name, new)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
@@ -726,8 +748,7 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
-    with suppress(AttributeError):  # no stdout, as under `>&-`, or a notebook's
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack what is in a path
+    patient_output()
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
         tokenizer = Tokenizer(directory)

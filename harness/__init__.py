@@ -6,7 +6,7 @@ torch is imported inside functions, because night supervises runs without it.
 from pathlib import Path
 
 from harness.clock import Clock
-from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, parse_row
+from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, parse_row, seed
 from harness.device import pick_gpu
 from harness.ending import crash_reason, handle_signals
 from harness.experiment import run

@@ -70,6 +70,13 @@ def format_row(row: dict) -> str:
     return "\t".join(clean(text[key]) for key in COLUMNS)
 
 
+def seed(text: str) -> int:
+    """A seed that PyTorch takes, for argparse. ValueError for others."""
+    if -(2**63) <= int(text) < 2**64:
+        return int(text)
+    raise ValueError
+
+
 def clean(field: str) -> str:
     """One line of printable text. Double quotes become single, as pandas would see a quoted field."""
     return "".join(c if c.isprintable() else " " for c in str(field)).replace('"', "'").strip()

@@ -15,7 +15,7 @@ from contextlib import suppress
 import harness
 from harness import remote
 from harness.clock import Clock
-from harness.columns import SEED, budget_name, clean
+from harness.columns import SEED, budget_name, clean, seed
 from harness.device import pick_gpu
 from harness.ending import crash_reason, handle_signals, on_signal
 from harness.git import git_head
@@ -25,13 +25,13 @@ from harness.record import night_record, write_record
 from harness.summary import summarize
 from harness.warmup import start_compiler
 from harness.weights import load_weights, sample, save_weights
-from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, Tokenizer, adopt_dataset, dataset_id
+from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, Tokenizer, adopt_dataset, dataset_id, patient_output
 
 
 def run(train: Callable, build_model: Callable) -> None:
     """The command line of an experiment: trains, scores and logs, or samples from saved weights.
 
-    train(clock, tokenizer, device, seed, gpu) returns the model and a dict of numbers for the summary.
+    train(clock, tokenizer, device, seed, gpu) returns the model, or it and a dict of numbers for the summary.
     build_model(config, device, gpu) rebuilds a model from a saved config. model.config is a dataclass with `seq_len`,
     `device_batch_size` and, if longer rows are scored, `eval_seq_len`; model(x) returns logits (B, T, V).
     """
@@ -42,13 +42,12 @@ def run(train: Callable, build_model: Callable) -> None:
     budget.add_argument("--seconds", type=float, help=f"training budget instead of {TIME_BUDGET} s; not logged")
     budget.add_argument("--tokens", type=int, help="training budget in tokens; not logged")
     parser.add_argument("--gpu", metavar="NAME", help="train as on another GPU (T4, ...) or on cpu; not logged")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default: {SEED}")
+    parser.add_argument("--seed", type=seed, default=SEED, help=f"default: {SEED}")
     parser.add_argument("--save", action="store_true", help=f"write the weights to {harness.WEIGHTS.name}")
     text = "don't train: continue TEXT with the saved weights; with the --gpu that trained them, if any"
     parser.add_argument("--sample", metavar="TEXT", help=text)
     args = parser.parse_args()
-    with suppress(AttributeError):  # no stdout, as under `>&-`, or a notebook's
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a subject's emoji, or what the model writes
+    patient_output()
     gc.disable()  # collecting took 1.6 s of start-up (measured), and would stall a step for half a second
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # against fragmentation
     torch.ones(1).exp()  # workaround: call MKL once before threads do, or one of them gets 4 digits
@@ -86,7 +85,8 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         print(f"The vocabulary has {size} tokens, not VOCAB_SIZE = {VOCAB_SIZE}: for another, run prepare.py")
     handle_signals(on_signal)
     try:
-        model, numbers = train(clock, tokenizer, device, args.seed, gpu)
+        trained = train(clock, tokenizer, device, args.seed, gpu)
+        model, numbers = trained if isinstance(trained, tuple) else (trained, {})
         assert clock.stopped is not None and clock.steps, "train() must start, advance and stop the clock"
         if not hasattr(model, "config"):  # it is wrapped, as an average of weights may be
             model.config = next(module.config for module in model.modules() if hasattr(module, "config"))

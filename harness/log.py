@@ -133,8 +133,9 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
 
 
 def comparable(rows: list[dict], row: dict) -> list[dict]:
-    """The scored rows with the gpu, dataset and budget of `row`."""
+    """The scored rows with the gpu, dataset and budget of `row`; of uncommitted files only for another such row."""
     same = [other for other in rows if all(other[key] == row[key] for key in ("gpu", "dataset", "budget"))]
+    same = [other for other in same if not other["commit"].endswith("+") or row["commit"].endswith("+")]
     return [other for other in same if other["status"] in ("keep", "discard")]
 
 

@@ -47,7 +47,7 @@ def summarize(model, clock: Clock, device, tokenizer: Tokenizer, numbers: dict) 
 
 
 def mfu_percent(model, clock: Clock, device) -> float:
-    """Share of the peak FLOP/s of this GPU (not of --gpu's); 0 without a GPU or a model.flops_per_token() that works."""
+    """Share of the peak FLOP/s of this GPU (not of --gpu's); 0 without a GPU or a flops_per_token() that works."""
     with suppress(Exception):  # of an edited model that has other layers
         if device.type == "cuda":
             return 100 * model.flops_per_token() * clock.tokens / clock.elapsed() / this_gpu().peak_flops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -14,15 +15,17 @@ from prepare import PrepareError, Tokenizer, one_line
 
 
 def save_weights(model, tokenizer: Tokenizer) -> None:
-    """Writes weights in their own dtypes, config and the tokenizer's hash. A full disk costs the file, not the run."""
+    """Writes weights in their own dtypes, config, and hashes of tokenizer and train.py. A full disk costs no run."""
     from safetensors.torch import save_file
 
     # copies, as the format refuses tensors that share memory
-    state = {name: t.to("cpu", copy=True).contiguous() for name, t in model.state_dict().items()}
+    inner = getattr(model, "module", getattr(model, "_orig_mod", model))  # of an average of weights; compiled
+    state = {name: t.to("cpu", copy=True).contiguous() for name, t in inner.state_dict().items()}
     try:
         config = json.dumps(dataclasses.asdict(model.config))
         with prepare.new_file(harness.WEIGHTS) as file:
-            save_file(state, file.name, {"config": config, "tokenizer": tokenizer.fingerprint.hex()})
+            about = {"config": config, "tokenizer": tokenizer.fingerprint.hex(), "train.py": train_py()}
+            save_file(state, file.name, about)
     except Exception as error:
         print(f"train.py: {harness.WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
 
@@ -37,12 +40,18 @@ def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):
         with safe_open(harness.WEIGHTS, "pt") as file:
             if file.metadata()["tokenizer"] != tokenizer.fingerprint.hex():
                 raise ValueError("trained with another tokenizer")
+            if file.metadata().get("train.py", train_py()) != train_py():
+                print("train.py has changed since these weights were saved", file=sys.stderr)
             model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})
     except Exception as error:
         what = f"{harness.WEIGHTS.name} does not fit train.py and dataset ({one_line(error)})"
         raise PrepareError(f"{what}: run python train.py --save again") from None
     return model
+
+
+def train_py() -> str:
+    return hashlib.sha256(prepare.read(harness.RESULTS.with_name("train.py")).encode()).hexdigest()
 
 
 def sample(model, tokenizer: Tokenizer, text: str, seed: int, tokens: int = 256) -> str:

@@ -6,13 +6,11 @@ tune, report and Ray need pip install -e '.[night]'; plot needs '.[plot]'.
 """
 
 import argparse
-import io
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import harness
@@ -73,7 +71,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         return own.add_argument
 
     add = command(run, budget, limit, help="run one experiment here; it gets a row however it ends")
-    add("--seed", type=int, default=harness.SEED)
+    add("--seed", type=harness.seed, default=harness.SEED)
     command(print_reference, budget, help="print the commit that the next experiment starts from")
     add = command(keep, budget, help="set the status of a commit's last row to keep")
     add("revision", metavar="COMMIT")
@@ -117,22 +115,13 @@ def positive(text: str) -> int:
 
 
 def integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    return [harness.seed(number) for number in text.split(",")]
 
 
 def duration(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
     return float(text)
-
-
-class Output(io.FileIO):
-    """A full disk, or a reader that has gone, ends no night: what cannot be written is lost."""
-
-    def write(self, data: bytes) -> int:
-        with suppress(OSError):
-            super().write(data)
-        return len(data)
 
 
 def main() -> int | None:
@@ -145,12 +134,7 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
-    for name in ("stdout", "stderr"):
-        if old := getattr(sys, name):  # None under `>&-`
-            # Rows are in a log as they come; a terminal may lack a subject's emoji
-            options = dict(encoding=old.encoding, line_buffering=True, errors="replace")
-            raw = Output(old.fileno(), "w", closefd=False)
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
+    prepare.patient_output()  # rows are in a log as they come
     try:
         sys.exit(main())
     except (PrepareError, OSError, subprocess.SubprocessError) as error:  # OSError: no git, a read-only clone

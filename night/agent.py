@@ -119,6 +119,8 @@ def check_command(command: str) -> None:
         raise PrepareError(f"{command!r} is no command: check --agent and --sandbox") from None
     if not shutil.which(program):
         raise PrepareError(f"there is no program {program}: check --agent and --sandbox")
+    if "/" in program and not program.startswith("/"):
+        raise PrepareError(f"{program} would be looked for in a copy of the code: give {Path(program).resolve()}")
 
 
 def start(args: argparse.Namespace, name: str, command: str, base: str, branch: str, text: str, now: float) -> Agent:

@@ -80,7 +80,7 @@ def new_commit(parent: str, text: bytes, subject: str, *merged: str) -> str:
         beside("read-tree", parent)
         beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
         parents = [f"-p{one}" for one in (parent, *merged)]
-        return beside("commit-tree", beside("write-tree"), *parents, "-m", subject)
+        return beside("commit-tree", beside("write-tree"), *parents, input=f"{subject}\n".encode())
 
 
 def commit_train(parent: str, text: bytes, subject: str, place: str) -> str:

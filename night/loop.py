@@ -40,7 +40,7 @@ def loop(args: argparse.Namespace) -> None:
     trainer = Trainer(args, *start_pool(args))
     night, kind = Loop(args, trainer), trainer.kind
     (base,) = revisions([reference(kind)])
-    print_doubts([])
+    print_doubts([base[0]])
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
     night.noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
     try:
@@ -58,6 +58,7 @@ def loop(args: argparse.Namespace) -> None:
     if args.report:  # in the same process: whoever ends the loop ends the report
         trainer.pool.close()
         options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
+        options += ["--locked"] * args.locked
         os.execv(sys.executable, [sys.executable, "-m", "night", "report", *train_options(args), *options])
 
 
@@ -154,7 +155,7 @@ class Loop:
                 continue
             if rows:
                 self.gains.settle(n, base, rows[-1])
-            else:
+            elif in_history([dict(commit=base, status="")]):  # else of an earlier branch of this name
                 self.accept(n, commit, base, subject)
         self.resumed = True
 
@@ -190,7 +191,8 @@ class Loop:
     def ask(self) -> None:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
-            raise PrepareError(f"{base} has no result: has somebody rebased the branch? End this loop, start it again")
+            what = "has somebody rebased the branch, or moved results.tsv away?"
+            raise PrepareError(f"{base} has no result: {what} End this loop, start it again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
         refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
@@ -221,7 +223,8 @@ class Loop:
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
+        with suppress(OSError):  # somebody has removed the folder: what is in it is for people
+            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):

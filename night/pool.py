@@ -23,7 +23,7 @@ GPU_NAMES = """
 import sys, torch, harness
 for i in range(torch.cuda.device_count()):
     torch.cuda.set_device(i)
-    print(harness.gpu_name(sys.argv[1]).partition(" as ")[0])
+    print("gpu", harness.gpu_name(sys.argv[1]).partition(" as ")[0], sep="\\t")  # others may print, too
 """
 
 
@@ -88,7 +88,7 @@ def gpu_names(imitates: str | None) -> list[str]:
         raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
     if asked.returncode:
         raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
-    return output.splitlines()
+    return [name for said, tab, name in (line.partition("\t") for line in output.splitlines()) if said + tab == "gpu\t"]
 
 
 class Local:

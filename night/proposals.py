@@ -103,9 +103,18 @@ def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
 def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
     """A new folder with a throw-away git repository of a commit's files that concern an agent; and their contents."""
     work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
+    try:
+        return work, fill(work, commit)
+    except BaseException:  # the disk is full, say
+        shutil.rmtree(work.parent, ignore_errors=True)
+        raise
+
+
+def fill(work: Path, commit: str) -> dict[str, bytes]:
+    """What `checkout` says."""
     work.mkdir()
     files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
-    subprocess.run(["tar", "-x", "-C", work], input=files, check=True)
+    subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
     options = dict(cwd=work, env=harness.clean_environment(), check=True)
     subprocess.run(["git", "init", "-q", "--template="], **options)
@@ -114,7 +123,7 @@ def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
     (work / ".git" / "info").mkdir(exist_ok=True)
     (work / ".git" / "info" / "attributes").write_text("* -text -filter -ident\n")  # bytes stay as they are
     subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
-    return work, contents
+    return contents
 
 
 def plain(path: Path) -> bytes:

@@ -134,8 +134,12 @@ class Trainer:
                 self.submit(run, base, per_gpu)
             while self.pending:
                 for run, row in self.ended():
+                    if row["dataset"] != self.kind.dataset:
+                        problem = f"{run} was scored on {row['dataset']}, and here is {self.kind.dataset}"
+                        raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
                     rival = run_of(*base, run.seed)
-                    if self.lacks_rival(row, rival) and rival.name not in {run.name for run in self.pending}:
+                    waits = rival.name in {run.name, *(other.name for other in self.pending)}
+                    if not waits and self.lacks_rival(row, rival):
                         self.submit(rival, base, per_gpu)
         earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
         judged = {run.name for run in runs if run.commit == base[0] or run.commit not in earlier}

@@ -208,6 +208,11 @@ EIGHT = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M
 FIVE = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
+def test_a_clean_row_need_not_beat_that_of_the_same_files_before_they_were_committed(log):
+    assert log(1.5) == "keep" and log(1.3, commit="abcdef0+") == "keep"
+    assert log(1.31, commit="abcdef0+") == "discard" and log(1.3, commit="1234567") == "keep"
+
+
 def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset_with_the_same_budget_and_seed(log):
     assert log(1.5) == "keep"
     assert log(1.5) == "discard"  # a tie is no gain

@@ -827,13 +827,40 @@ def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkey
         ("", 'an "open quote', """'an "open quote' is no command"""),
         ("git checkout -q --detach", "true", "HEAD is on no branch: git checkout -b"),
         ("rm -rf .git", "true", "fatal: not a git repository"),
+        ("install /bin/true a.sh", "./a.sh", "./a.sh would be looked for in a copy of the code: give /"),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
     played.shell(script)
+    played.monkeypatch.chdir(played.folder)
     with pytest.raises((prepare.PrepareError, subprocess.CalledProcessError)) as error:
         loops.loop(parse(["loop", "--agent", agent]))
     assert harness.git_problem(error.value).startswith(remedy)
+
+
+@pytest.mark.parametrize("removed", ["runs", "runs/proposals"])
+def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd, removed):
+    start = played.puppet
+
+    def puppet(*args):
+        agent = start(*args)
+        shutil.rmtree(played.folder / removed, ignore_errors=True)
+        return agent
+
+    played.puppet = puppet
+    played.night("A", args=["--runs=3"], real=False)
+    assert [status for _, status in played.tried()] == 3 * ["keep"] and "trouble" not in capfd.readouterr().out
+
+
+def test_proposals_of_an_earlier_branch_of_the_same_name_are_not_trained_first(played):
+    played.shell("git branch old")
+    played.night("A", args=["--runs=1"], real=False)
+    own = played.rows()[-1]["commit"]
+    played.shell("git checkout -q --orphan new; git commit -q -m anew; git branch -q -M night")
+    harness.RESULTS.unlink()
+    shutil.rmtree(proposals.PROPOSALS)
+    played.night("B", args=["--runs=1"], real=False)
+    assert own not in [row["commit"] for row in played.rows()] and dict(played.tried()) == {"B 1": "keep"}
 
 
 def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):

@@ -294,6 +294,14 @@ def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(played, capsys):
     assert played.statuses().index(("base", "keep")) < played.statuses().index(("idea", "keep"))
 
 
+def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
+    """As with an edit of prepare.py that is not committed, and so not in the run's checkout."""
+    base = played.head(), "base"
+    trainer = played.trainer(parse(["wave"]), played.kind._replace(dataset="mine"))
+    with pytest.raises(prepare.PrepareError, match=r"was scored on d, and here is mine: commit your prepare\.py"):
+        trainer.train([waves.run_of(*base)], base)
+
+
 def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(played):
     """As when the disk is too full to unpack its checkout."""
     run = Run(played.head(), "base", 42)
