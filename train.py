@@ -1,8 +1,7 @@
 """
 Five minutes of GPT pretraining on one GPU (or none), and one number: val_bpb.
 
-    python train.py               # 300 s, one row in results.tsv
-    python train.py --seconds 30  # a smoke run, not logged
+    python train.py  # 300 s, one row in results.tsv
 
 After nanoGPT, nanochat, modded-nanogpt and autoresearch. This file is the experiment: edit it.
 Data: prepare.py; clock, score and log: harness/; operators: kernels.py.
@@ -30,8 +29,7 @@ ROPE_BASE = 200_000
 SOFTCAP = 12.0          # bound of the logits, or None
 INIT_SCALE = 0.68       # standard deviation of the matrices at init, times sqrt(n_embd)
 NGRAMS = (2, 3, 4)      # lengths of the n-grams that have embeddings
-X0_LAMBDA = 1.0         # initial scale of x0 in every other block
-FOUR_BIT = False        # attention and MLP matrices (not experts) in NF4, with fp32 masters
+FOUR_BIT = False        # attention and MLP (not experts) in NF4, with fp32 masters
 
 MATRIX_LR = 0.04        # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5   # times MATRIX_LR: an expert sees few tokens
@@ -121,11 +119,11 @@ def scale_batch(config: Config, seconds: float) -> Config:
 # ---- A parameter declares its init and its optimizer where it is made
 
 def declare(x, init, optim):
-    """x: a parameter, or a module with a weight. init: a standard deviation, a function that fills x,
-    or None (as constructed); what is written into x later wins. optim: from below, or None (by shape)."""
+    """x: a parameter, or a module with a weight. init: a standard deviation (0: zeros), a function that
+    fills x, or None (as made). optim: from below, or None (by shape)."""
     p = x if isinstance(x, nn.Parameter) else x.weight
     assert p.is_leaf, "declare() its parameters"
-    p.init, p.optim, p.made = init, optim, p._version
+    p.init, p.optim, p.made = init, optim, str(p.detach().sum())
     return x
 
 def muon(lr, split=None):
@@ -133,7 +131,7 @@ def muon(lr, split=None):
     return dict(kind="muon", lr=lr, weight_decay=MATRIX_DECAY, momentum=MOMENTUM, split=split)
 
 def adamw(lr, width=768, betas=None, weight_decay=0.0):
-    lr, betas = lr * (width / 768) ** -0.5, betas or ADAM_BETAS  # as in nanochat
+    lr, betas = lr * (width / 768) ** -0.5, betas or ADAM_BETAS
     return dict(kind="adamw", lr=lr, betas=betas, weight_decay=weight_decay)
 
 def row_adam(lr, width, beta2, half_lr):
@@ -164,7 +162,7 @@ def ngram_hash(idx, n):
         key = golden * (key + F.pad(idx, (back, -back)))
     return key
 
-class RowLookup(torch.autograd.Function):  # F.embedding; its gradient goes to a list, not table.grad
+class RowLookup(torch.autograd.Function):  # F.embedding; gradients go to a list, not table.grad
     @staticmethod
     def forward(ctx, table, ids, row_grads):
         ctx.ids, ctx.row_grads = ids, row_grads
@@ -335,7 +333,7 @@ class Block(nn.Module):  # i: number of blocks behind it, so deeper models add b
         self.residual_lambda = declare(nn.Parameter(torch.ones(())), None, adamw(RESIDUAL_LR))
         self.x0_lambda, x0_optim = None, adamw(X0_LR, betas=(0.96, 0.95))
         if i % 2 == 0:
-            self.x0_lambda = declare(nn.Parameter(X0_LAMBDA * torch.ones(())), None, x0_optim)
+            self.x0_lambda = declare(nn.Parameter(torch.ones(())), None, x0_optim)
         self.attn, self.mlp = Attention(config, i, kind), MLP(config)
         self.experts = Experts(config) if config.num_experts else None
 
@@ -370,15 +368,16 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     @torch.no_grad()
-    def init_weights(self):
-        """From seed and name alone: adding a parameter changes no other's values."""
+    def init_weights(self, again=False):
+        """From seed and name alone: adding a parameter changes no other's values. What is written
+        into one stays, unless `again`."""
         seed = torch.initial_seed()
         for name, p in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            if getattr(p, "init", None) is None or p.made < p._version:
+            if getattr(p, "init", None) is None or (not again and p.made != str(p.detach().sum())):
                 p.init = functools.partial(torch.Tensor.copy_, other=p.clone())
             p.init(p) if callable(p.init) else nn.init.uniform_(p, -p.init * 3**0.5, p.init * 3**0.5)
-            p.made = math.inf
+            p.made = str(p.detach().sum())
         torch.manual_seed(seed)
         update_buffers(self)
 
@@ -396,20 +395,20 @@ class GPT(nn.Module):
 
     def compile_trunk(self):
         torch.compiler.config.cache_key_tag = str(BACKENDS)  # the cache does not see sdpa_kernel()
-        self.trunk = functools.partial(compiled(GPT.trunk), self)  # deepcopy() rebinds a partial
+        self.trunk = functools.partial(compiled(type(self).trunk), self)  # deepcopy() rebinds it
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats ('none': (B*T,))."""
-        T = idx.size(1)
-        assert T <= len(self.cos), f"{T} tokens are more than eval_seq_len: {self.config}"
-        # evaluation is short: not compiled
-        trunk = self.trunk if torch.is_grad_enabled() else functools.partial(GPT.trunk, self)
+        assert idx.size(1) <= len(self.cos), f"{idx.size(1)} tokens exceed eval_seq_len: {self.config}"
+        # evaluation, short, is not compiled
+        trunk = self.trunk if torch.is_grad_enabled() else type(self).trunk.__get__(self)
         with sdpa_kernel(self.backends, set_priority=True):
             x = trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         assert x.dtype == self.dtype, f"a tensor makes activations {x.dtype}: cast it to x.dtype"
         if targets is None:
             logits = self.lm_head(x).float()
             return SOFTCAP * logits.div_(SOFTCAP).tanh_() if SOFTCAP else logits
+        assert type(self.lm_head).forward is Linear.forward, "the loss takes lm_head.weight alone"
         options = dict(softcap=SOFTCAP, reduction=reduction)
         return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)
 
@@ -443,7 +442,7 @@ def build_model(config: Config | dict, device: torch.device, gpu: harness.GPU) -
 
 # ---- Muon for the matrices, AdamW for the rest
 
-# Coefficients of https://arxiv.org/abs/2505.16932 (safety factor 2e-2, cushion 2)
+# Coefficients of https://arxiv.org/abs/2505.16932
 POLAR_EXPRESS = [
     (8.156554, -22.483292, 15.878769),
     (4.042929, -2.808917, 0.500017),
@@ -509,9 +508,9 @@ class MuonAdamW(torch.optim.AdamW):
         found_inf = self.zero if found_inf is None else found_inf  # 1.0: skip the step
         self.num_skipped += found_inf
         for group in self.param_groups:
-            if group["kind"] == "muon":
+            if group.get("kind") == "muon":
                 self.step_muon(group, loss_scale, found_inf)
-            elif group["kind"] == "rows":
+            elif group.get("kind") == "rows":
                 self.step_rows(group, loss_scale, found_inf)
         super().step()  # AdamW, for all that still has a gradient
 
@@ -570,7 +569,7 @@ def set_schedules(optimizer, progress):
         keys = "lr", "weight_decay", "half_lr"
         lr, decay, half_lr = group.setdefault("initial", [group.get(key) for key in keys])
         if group.get("kind") == "rows":  # by its updates: a row first seen late still needs full steps
-            group["half_lr"] = half_lr * (1 - 15 / 16 * progress)
+            group["lr"], group["half_lr"] = lr, half_lr * (1 - 15 / 16 * progress)
         else:
             group["lr"] = lr * (1 - (1 - FINAL_LR) * progress)
         if group.get("kind") == "muon":
@@ -581,18 +580,18 @@ def make_scaler(model):
     return torch.amp.GradScaler(device, enabled=model.dtype == torch.float16)
 
 def train_step(model, optimizer, scaler, loader):
-    config, total = model.config, 0.0
+    config, total, tokens = model.config, 0.0, 0
     grad_accum_steps = config.total_batch_size // (config.device_batch_size * config.seq_len)
     for _ in range(grad_accum_steps):
         x, y, epoch = next(loader)
         loss = model(x, y) / grad_accum_steps
         scaler.scale(loss).backward()
-        total = total + loss.detach()
+        total, tokens = total + loss.detach(), tokens + x.numel()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     update_buffers(model)
-    return total, epoch
+    return total, epoch, tokens
 
 def reset_tables(model, optimizer, clock, epoch_tokens, epochs_left):
     """n-gram tables start anew when whole epochs are left: they never see the same text twice.
@@ -614,10 +613,11 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU) 
     torch.manual_seed(seed)
     config = replace(pick_size(gpu), vocab_size=tokenizer.get_vocab_size())
     model = build_model(scale_batch(config, clock.seconds), device, gpu)
+    model.init_weights()
     harness.warm_up(
         model, lambda loader: train_step(model, make_optimizer(model), make_scaler(model), loader))
     torch.manual_seed(seed)
-    model.init_weights()
+    model.init_weights(again=True)
     optimizer, scaler = make_optimizer(model), make_scaler(model)
     config = model.config
     loader = make_dataloader(tokenizer, config.device_batch_size, config.seq_len, "train", device)
@@ -625,8 +625,8 @@ def train(clock: harness.Clock, tokenizer, device, seed: int, gpu: harness.GPU) 
     clock.start()
     while clock.running():
         set_schedules(optimizer, clock.progress())
-        loss, epoch = train_step(model, optimizer, scaler, loader)
-        clock.advance(config.total_batch_size, loss, epoch, optimizer.param_groups[0]["lr"])
+        loss, epoch, tokens = train_step(model, optimizer, scaler, loader)
+        clock.advance(tokens, loss, epoch, optimizer.param_groups[0]["lr"])
         epochs_left = reset_tables(model, optimizer, clock, epoch_tokens, epochs_left)
         if clock.steps % 100 == 0 and scaler.get_scale() < 1:
             raise FloatingPointError(f"loss scale below 1 at step {clock.steps}")

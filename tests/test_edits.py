@@ -245,9 +245,9 @@ def run(edit: Edit, tokenizer, device: torch.device, gpu: GPU, capsys) -> None:
     def train_step(model, optimizer, scaler, loader):
         if not losses:  # the warm-up, and the first step
             initial.update((name, p.detach().clone()) for name, p in model.named_parameters())
-        loss, epoch = real(model, optimizer, scaler, loader)
+        loss, epoch, tokens = real(model, optimizer, scaler, loader)
         losses.extend([loss.item()] if epoch else [])
-        return loss, epoch
+        return loss, epoch, tokens
 
     def make_scaler(model):  # with a scale at which no step overflows
         return torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=model.dtype == torch.float16)

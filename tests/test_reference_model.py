@@ -170,11 +170,10 @@ def test_induction_finds_what_followed_the_last_occurrence_of_the_same_three_tok
 
 def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scales(monkeypatch):
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
-    monkeypatch.setattr(train, "X0_LAMBDA", 0.07)
     torch.manual_seed(0)
     model = build("shifted cuts", experts=(3, 1))
     assert not any(state.any() for block in model.blocks for state in (block.experts.bias, block.experts.load))
-    constant = {"residual_lambda": 1.0, "x0_lambda": 0.07, "ngram_embeds": 0.0, "induction_embed": 0.0}
+    constant = {"residual_lambda": 1.0, "x0_lambda": 1.0, "ngram_embeds": 0.0, "induction_embed": 0.0}
     constant |= dict.fromkeys(("attn.c_proj", "mlp.c_proj", "experts.c_proj", "attn.gate"), 0.0)
     width = CONFIG.n_embd**-0.5
     uniform = {"attn.value_embed": width}  # standard deviation

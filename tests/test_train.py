@@ -171,7 +171,7 @@ def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches
 
 def test_text_longer_than_the_model_is_refused_with_both_numbers():
     model, _ = build()
-    with pytest.raises(AssertionError, match=r"65 tokens are more than eval_seq_len: .* eval_seq_len=64\)"):
+    with pytest.raises(AssertionError, match=r"65 tokens exceed eval_seq_len: .* eval_seq_len=64\)"):
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 
@@ -360,8 +360,8 @@ def test_a_parameter_that_declares_nothing_keeps_its_first_values_and_learns_by_
     for block, p in zip(model.blocks, new, strict=False):
         block.mlp.register_parameter("shift", p)
     said(capsys)
-    for _ in range(2):
-        model.init_weights()
+    for again in (False, True):
+        model.init_weights(again)
         assert all(map(torch.equal, new, before))
         groups = train.make_optimizer(model).param_groups
         assert [group["kind"] for group in groups for p in group["params"] if any(p is q for q in new)] == 2 * [kind]
@@ -376,12 +376,13 @@ def test_what_is_computed_from_parameters_can_declare_nothing():
         train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
 
 
-def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values_stays(monkeypatch):
+@pytest.mark.parametrize("by_init", [False, True], ids=["data", "init"])
+def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values_stays(monkeypatch, by_init):
     """As self.apply(_init_weights) does at the end of a constructor. The optimizer is the declared one."""
 
     def fill(module):
         if isinstance(module, torch.nn.Linear):
-            torch.nn.init.constant_(module.weight, 0.25)
+            (torch.nn.init.constant_ if by_init else torch.Tensor.fill_)(module.weight.data, 0.25)
 
     class Filled(train.GPT):
         def __init__(self, *args):
@@ -397,7 +398,49 @@ def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values
         with torch.no_grad():
             for p in model.parameters():
                 p += 1
-        model.init_weights()
+        model.init_weights(again=True)
+
+
+def test_what_is_written_into_a_model_that_has_been_built_is_there_again_after_the_warm_up():
+    model, _ = build()
+    model.embed.weight.data.mul_(0.5)
+    model.blocks[0].attn.c_qkv.weight.data[64:128] = 0
+    torch.nn.init.normal_(model.lm_head.weight, std=0.05)
+    written = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 1
+    model.init_weights(again=True)
+    assert all(torch.equal(p, written[name]) for name, p in model.named_parameters())
+    assert written["embed.weight"].std() < 0.6 and written["lm_head.weight"].std() > 0.04
+
+
+def test_a_head_that_is_more_than_its_weight_is_refused_where_the_loss_would_forget_the_rest():
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    for head in (torch.nn.Linear(64, VOCAB), type("Scaled", (train.Linear,), {"forward": torch.mul})(64, VOCAB)):
+        model, _ = build()
+        model.lm_head = head
+        with pytest.raises(AssertionError, match=r"the loss takes lm_head\.weight alone"):
+            model(tokens, tokens)
+
+
+def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
+    class Doubled(train.GPT):
+        def trunk(self, *args):
+            return 2 * super().trunk(*args)
+
+    tokens = torch.arange(128).view(2, 64)
+    monkeypatch.setattr(train, "GPT", Doubled)
+    monkeypatch.setattr(train, "compiled", lambda function: function)
+    model, _ = build()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    first = model(tokens).detach()
+    with torch.no_grad():
+        assert torch.equal(model(tokens), first)
+    model.compile_trunk()
+    assert torch.equal(model(tokens), first)
 
 
 def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
@@ -408,7 +451,7 @@ def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
         model.blocks[0].mlp.norm, model.blocks[1].mlp.new = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
         model.init_weights()
         torch.nn.init.zeros_(model.blocks[1].mlp.new.weight)
-        model.init_weights()
+        model.init_weights(again=True)
         assert (model.blocks[0].mlp.norm.weight == 1).all()
         values.append(model.blocks[1].mlp.new.weight.detach())
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2]) and values[0].any()
