@@ -35,5 +35,5 @@ def test_what_the_prompt_lists_by_values_is_not_proposed_again():
     assert [*told.values()] == ["12.0 -> None ", "(2, 3, 4) -> (2, 3, 4, 5) ", "no constant"]
     random.seed(1)
     prompt = f"- SOFTCAP: {told['without softcap']}+0.0067"
-    found = {what for what, _ in (propose(TRAIN, prompt) for _ in range(150))}
+    found = {what for what, _ in (propose(TRAIN, prompt) for _ in range(400))}
     assert "without softcap" not in found and {"5-grams, too", "no QK-norm"} <= found
