@@ -53,7 +53,7 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
 
 def train_blobs(names: list[str]) -> list[str]:
     """The blob hash of train.py in each revision; where there is none, git's word on that, which ends in `missing`."""
-    lines = "".join(f"{name}:train.py\n" for name in names)
+    lines = "".join(f"{name}:./train.py\n" for name in names)
     return git("cat-file", "--batch-check=%(objectname)", input=lines.encode(), check=False).split("\n")
 
 
@@ -78,7 +78,8 @@ def new_commit(parent: str, text: bytes, subject: str, *merged: str) -> str:
         beside = partial(git, env=env)
         blob = beside("hash-object", "-w", "--stdin", input=text)
         beside("read-tree", parent)
-        beside("update-index", "--add", "--cacheinfo", f"100644,{blob},train.py")
+        path = git("rev-parse", "--show-prefix") + "train.py"  # the clone may be a folder of another repository
+        beside("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}")
         parents = [f"-p{one}" for one in (parent, *merged)]
         return beside("commit-tree", beside("write-tree"), *parents, input=f"{subject}\n".encode())
 
@@ -133,7 +134,7 @@ def archive(commit: str, wanted: Callable[[str], bool] = lambda path: True) -> b
 
 
 def read_train(revision: str) -> bytes:
-    return git_bytes("show", f"{revision}:train.py")
+    return git_bytes("show", f"{revision}:./train.py")
 
 
 @lru_cache(1000)  # an attribution leaves out many sets of changes, most of them alike

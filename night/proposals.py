@@ -138,6 +138,8 @@ def plain(path: Path) -> bytes:
 # ------------------------------------------------------------------------------------------------ what a proposal does
 def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
     """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
+    if not text.strip():
+        return "train.py is gone, empty or over 256 KiB"
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"

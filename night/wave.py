@@ -13,6 +13,7 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
+from harness.journal import journal_of
 from night.git import in_history, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
@@ -63,7 +64,8 @@ def start_pool(args: argparse.Namespace) -> tuple:
     """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
 
     Raises PrepareError if another wave is at work or the log cannot take rows."""
-    args.alone = open(harness.RESULTS.with_name("results.tsv.wave"), "ab")  # locked until this process ends
+    # locked until this process ends; in the git directory, which no `git clean` touches
+    args.alone = open(journal_of(harness.RESULTS).with_name("results.tsv.wave"), "ab")
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     try:

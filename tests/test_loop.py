@@ -26,6 +26,7 @@ import harness
 import prepare
 from night import agent as agents
 from night import gains, proposals, rows
+from night import git as night_git
 from night import loop as loops
 from night import report as reports
 from night.__main__ import parse
@@ -836,6 +837,21 @@ def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
     with pytest.raises((prepare.PrepareError, subprocess.CalledProcessError)) as error:
         loops.loop(parse(["loop", "--agent", agent]))
     assert harness.git_problem(error.value).startswith(remedy)
+
+
+def test_a_clone_may_be_a_folder_of_another_repository(played, monkeypatch):
+    played.shell(
+        "mkdir sub; git mv -k * sub 2> /dev/null; mv * sub 2> /dev/null || true; git add -A; git commit -qm sub"
+    )
+    for module, name, value in (
+        (night_git, "ROOT", played.folder / "sub"),
+        (harness, "RESULTS", played.folder / "sub" / "results.tsv"),
+    ):
+        monkeypatch.setattr(module, name, value)
+    played.night("A", args=["--runs=1"], real=False)
+    assert dict(played.tried()) == {"A 0": "keep"} and played.shell("git status --porcelain -- sub/train.py") == ""
+    assert "A = -1 + 30" in (played.folder / "sub" / "train.py").read_text()
+    assert played.shell("git ls-tree -r --name-only HEAD").count("train.py") == 1
 
 
 @pytest.mark.parametrize("removed", ["runs", "runs/proposals"])

@@ -575,9 +575,9 @@ def test_a_wave_that_cannot_be_says_so(played, monkeypatch, revision, remedy):
     if "cannot take" in remedy:
         harness.RESULTS.write_text("my notes\n")
     if "directory" in remedy:
-        (played.folder / "results.tsv.wave").mkdir()
+        (played.folder / ".git" / "results.tsv.wave").mkdir()
     if "another" in remedy:
-        other = open(played.folder / "results.tsv.wave", "ab")
+        other = open(played.folder / ".git" / "results.tsv.wave", "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
     with pytest.raises((prepare.PrepareError, OSError, subprocess.CalledProcessError)) as error:
         main()
