@@ -208,6 +208,14 @@ EIGHT = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M
 FIVE = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
+def test_a_seed_is_one_that_pytorch_takes():
+    for number in (-(2**63), 0, 2**64 - 1):
+        torch.manual_seed(harness.seed(str(number)))
+    for text in (str(-(2**63) - 1), str(2**64), "1.5", ""):
+        with pytest.raises(ValueError):
+            harness.seed(text)
+
+
 def test_a_clean_row_need_not_beat_that_of_the_same_files_before_they_were_committed(log):
     assert log(1.5) == "keep" and log(1.3, commit="abcdef0+") == "keep"
     assert log(1.31, commit="abcdef0+") == "discard" and log(1.3, commit="1234567") == "keep"

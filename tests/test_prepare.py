@@ -34,6 +34,11 @@ def test_a_second_run_changes_nothing(prepared, corpus, tokenizer, monkeypatch, 
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
 
 
+def test_an_empty_data_is_no_request_for_the_current_dataset(prepared):
+    with pytest.raises(prepare.PrepareError, match="--data is empty"):
+        prepare.prepare("")
+
+
 def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
     (tmp_path / "🚀").symlink_to(prepared)
     monkeypatch.setenv("PYTHONIOENCODING", "gbk")

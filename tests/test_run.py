@@ -675,6 +675,9 @@ def test_a_sample_continues_its_text_with_the_saved_weights(saved):
         run = clone.run("--sample", text)
         assert (run.code, run.err) == (0, "") and run.out.startswith(text) and len(run.out) > len(text) + 20, run
     assert (clone.folder / "model.safetensors").stat().st_mtime_ns == before and not clone.rows
+    clone.replace("SOFTCAP = 12.0 ", "SOFTCAP = 1.0 ")
+    assert clone.run("--sample", "a").err == "train.py has changed since these weights were saved\n"
+    clone.replace("SOFTCAP = 1.0 ", "SOFTCAP = 12.0 ")
 
 
 class Next(torch.nn.Module):
@@ -752,8 +755,14 @@ def test_saved_weights_are_the_models_bit_for_bit_also_those_that_an_edit_ties_o
     before = [p.clone() for p in model.parameters()]
     harness.save_weights(model, tokenizer)
     assert all(map(torch.equal, before, model.parameters())), "saving changes nothing"
-    loaded = harness.load_weights(train.build_model, torch.device("cpu"), harness.GPU(None, 0.0), tokenizer)
+    arguments = train.build_model, torch.device("cpu"), harness.GPU(None, 0.0), tokenizer
+    loaded = harness.load_weights(*arguments)
     assert not loaded.training
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.config = model.config
+    for wrapped in (average, torch.compile(model)):
+        harness.save_weights(wrapped, tokenizer)
+        assert all(map(torch.equal, harness.load_weights(*arguments).parameters(), model.parameters()))
     tokens = torch.randint(300, (2, 64))
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens), model(tokens))
