@@ -471,7 +471,7 @@ def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, 
 
 
 MLP, CALL = "self.c_proj(leaky_relu_squared(self.c_fc(x)))", "x = x + self.mlp(h)"
-LENGTH = "assert T <= len(self.cos)"
+LENGTH = "assert idx.size(1) <= len(self.cos)"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
