@@ -475,7 +475,7 @@ LENGTH = "assert idx.size(1) <= len(self.cos)"
 EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
     "a name": (MLP, MLP.replace("c_fc", "c_fk"), ("AttributeError", MLP, CALL)),
     "a shape": (MLP, MLP.replace("(x)", "(x[..., 1:])"), ("RuntimeError", "F.linear(x, self.weight.to(x.dtype))", MLP)),
-    "sizes": (LENGTH, LENGTH.replace("<=", "<"), ("AssertionError", "assert T <", "harness.warm_up(")),
+    "sizes": (LENGTH, LENGTH.replace("<=", "<"), ("AssertionError", "assert idx.size(1) <", "harness.warm_up(")),
 }
 
 
