@@ -406,8 +406,10 @@ SECTIONS = [
         ('if device.type == "cuda":', "if True:"),
         ("with suppress(Exception):  # of an edited model that", "with suppress(OSError):  # of an edited model that"),
     ]),
-    ("What a terminal lacks", "prepare.py", ["test_prepare.py", "test_run.py", "-m", "", "-k", "terminal or reader"], [
+    ("What a terminal lacks", "prepare.py", ["test_prepare.py", "-k", "terminal"], [
         ('line_buffering=True, errors="replace")', "line_buffering=True)"),
+    ]),
+    ("A reader that has gone", "prepare.py", ["test_run.py", "-m", "", "-k", "reader"], [
         ("        with suppress(OSError):\n            super().write(data)", "        super().write(data)"),
     ]),
     ("What a terminal lacks", "harness/experiment.py", ["test_run.py", "-k", "keep_the_best"], [

@@ -83,7 +83,9 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
     matrices = [config.depth * config.n_embd**2 for config in sizes]
     assert matrices == sorted(matrices)
     assert sizes[0] == train.SIZES[0][1] and sizes[-1] == train.SIZES[-1][1] and sizes[1] == sizes[2] != sizes[3]
-    assert not any(config.n_embd % 64 or config.seq_len % min(config.window, config.seq_len) for _, config in train.SIZES)
+    assert not any(
+        config.n_embd % 64 or config.seq_len % min(config.window, config.seq_len) for _, config in train.SIZES
+    )
 
 
 @pytest.mark.parametrize(
@@ -431,9 +433,8 @@ def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
             return 2 * super().trunk(*args)
 
     tokens = torch.arange(128).view(2, 64)
-    monkeypatch.setattr(train, "GPT", Doubled)
     monkeypatch.setattr(train, "compiled", lambda function: function)
-    model, _ = build()
+    model = Doubled(TINY, torch.float32, "sdpa")
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     first = model(tokens).detach()
@@ -441,6 +442,20 @@ def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
         assert torch.equal(model(tokens), first)
     model.compile_trunk()
     assert torch.equal(model(tokens), first)
+
+
+def test_rates_that_somebody_changes_in_the_loop_are_set_anew_for_each_step():
+    """As in a warm-up by hand."""
+    _, optimizer = build()
+    rates = []
+    for progress in (0.0, 0.5, 0.5):
+        train.set_schedules(optimizer, progress)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+    assert rates[1] == rates[2]
+    kinds = [group["kind"] for group in optimizer.param_groups]
+    assert all((a == b) == (kind == "rows") for a, b, kind in zip(*rates[:2], kinds, strict=True)) and "rows" in kinds
 
 
 def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
