@@ -115,8 +115,7 @@ class Loop:
         if not self.resumed:
             self.resume()
         while self.rows:
-            row = self.rows[0]
-            self.gains.settle(*self.proposed[row["commit"]], row)
+            self.gains.settle(*self.proposed[self.rows[0]["commit"]], self.rows[0])
             self.rows.pop(0)
         if self.over():
             self.end_agents()
@@ -191,8 +190,7 @@ class Loop:
     def ask(self) -> None:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
-            what = "has somebody rebased the branch, or moved results.tsv away?"
-            raise PrepareError(f"{base} has no result: {what} End this loop, start it again")
+            raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
         refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
@@ -223,8 +221,7 @@ class Loop:
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        with suppress(OSError):  # somebody has removed the folder: what is in it is for people
-            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
+        proposals.save_diff(n, before, text)
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):

@@ -889,7 +889,7 @@ SECTIONS = [
     ]),
     ("The commit to go back to", "night", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
         ("kept[-1] if kept", "kept[0] if kept"),
-        ('rows[0]["commit"]', 'rows[-1]["commit"]'),
+        ('else rows[0]["commit"]', 'else rows[-1]["commit"]'),
     ]),
     ("The picture", "night/plot.py", ["test_night.py", "-k", "picture or band"], [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
@@ -1039,7 +1039,7 @@ SECTIONS = [
         ("                if reason != said:", "                if reason:"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
-        ("            row = self.rows[0]", "            row = self.rows.pop()"),
+        ('            self.rows.pop(0)', '            self.rows.clear()'),
         ("and monotonic() - since > TROUBLE and", "and False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
         ("if over else trainer.slots", "if False else trainer.slots"),

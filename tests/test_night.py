@@ -477,7 +477,7 @@ def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed
     assert reference(scratch.kind) == base
     scratch.shell("git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f .; git commit -qm rebased")
     args = parse(["loop", "--agent=true"])
-    with pytest.raises(prepare.PrepareError, match=f"{scratch.head()} has no result: has somebody rebased"):
+    with pytest.raises(prepare.PrepareError, match=rf"{scratch.head()} has no result \(a rebase\?"):
         Loop(args, scratch.trainer(args)).ask()
 
 
