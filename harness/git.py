@@ -42,16 +42,19 @@ def git_problem(error: Exception) -> str:
     return (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
 
 
+def main_file() -> Path:
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+
+
 def script() -> str:
     """The file of this clone that is running, such as a copy of train.py; else train.py."""
-    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    main = main_file()
     return main.name if main.is_file() and main.parent == harness.RESULTS.parent else "train.py"
 
 
 def changed_since_start() -> bool:
     """Whether the script has been written to since this process began, and so may not be what it has read."""
-    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    began = time.time() - process_seconds() + 0.1  # both times are coarse
+    main, began = main_file(), time.time() - process_seconds() + 0.1  # both times are coarse
     return main.name == script() and main.is_file() and main.stat().st_mtime > began
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import subprocess
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,20 +62,17 @@ def repair(log: list[dict], journal: list[dict]) -> int:
     """Puts back the rows that a log has lost, and each status that a person had decided; returns how many rows that
     were. Also puts all rows in order, as somebody may have sorted them. A log with rows, but none of the journal's, is
     another log that somebody put there: it stays as it is."""
-    found = Counter(map(identity, log))
-    if log and not any(identity(row) in found for row in journal):
+    free = defaultdict(list)  # places in the journal that no row of the log has taken; rows can be alike
+    for i, row in enumerate(journal):
+        free[identity(row)].append(i)
+    if log and not any(identity(row) in free for row in log):
         return 0
     decided = {identity(row): row for row in journal if row["by"] == "person"}
     overruled = [row for row in log if identity(row) in decided and row["by"] != "person"]
     for row in overruled:
         row |= {key: decided[identity(row)][key] for key in ("status", "by")}
-    lost, places = [], defaultdict(list)
-    for i, row in enumerate(journal):
-        places[identity(row)].append(i)
-        found[identity(row)] -= 1
-        if found[identity(row)] < 0:
-            lost.append(row)
-    turns = {name: iter(numbers) for name, numbers in places.items()}  # rows can be alike
-    log += lost
-    log.sort(key=lambda row: next(turns.get(identity(row), iter(())), len(journal)))
+    places = [(free[identity(row)] or [len(journal)]).pop(0) for row in log]
+    lost = sorted(itertools.chain(*free.values()))
+    log += [journal[i] for i in lost]
+    log[:] = [row for _, row in sorted(zip([*places, *lost], log, strict=True), key=lambda pair: pair[0])]
     return len(lost) + len(overruled)

@@ -18,8 +18,8 @@ def save_weights(model, tokenizer: Tokenizer) -> None:
     """Writes weights in their own dtypes, config, and hashes of tokenizer and train.py. A full disk costs no run."""
     from safetensors.torch import save_file
 
-    # copies, as the format refuses tensors that share memory
     inner = getattr(model, "module", getattr(model, "_orig_mod", model))  # of an average of weights; compiled
+    # copies, as the format refuses tensors that share memory
     state = {name: t.to("cpu", copy=True).contiguous() for name, t in inner.state_dict().items()}
     try:
         config = json.dumps(dataclasses.asdict(model.config))
@@ -40,7 +40,7 @@ def load_weights(build_model: Callable, device, gpu: GPU, tokenizer: Tokenizer):
         with safe_open(harness.WEIGHTS, "pt") as file:
             if file.metadata()["tokenizer"] != tokenizer.fingerprint.hex():
                 raise ValueError("trained with another tokenizer")
-            if file.metadata().get("train.py", train_py()) != train_py():
+            if file.metadata().get("train.py") not in (None, train_py()):
                 print("train.py has changed since these weights were saved", file=sys.stderr)
             model = build_model(json.loads(file.metadata()["config"]), device, gpu)
             model.eval().load_state_dict({name: file.get_tensor(name) for name in file.keys()})

@@ -88,7 +88,7 @@ def gpu_names(imitates: str | None) -> list[str]:
         raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
     if asked.returncode:
         raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
-    return [name for said, tab, name in (line.partition("\t") for line in output.splitlines()) if said + tab == "gpu\t"]
+    return [line.removeprefix("gpu\t") for line in output.splitlines() if line.startswith("gpu\t")]
 
 
 class Local:

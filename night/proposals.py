@@ -116,7 +116,7 @@ def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
 
 
 def fill(work: Path, commit: str) -> dict[str, bytes]:
-    """What `checkout` says."""
+    """Makes the folder a repository of the commit's files; returns their contents."""
     work.mkdir()
     files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)

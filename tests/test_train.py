@@ -384,7 +384,7 @@ def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values
 
     def fill(module):
         if isinstance(module, torch.nn.Linear):
-            (torch.nn.init.constant_ if by_init else torch.Tensor.fill_)(module.weight.data, 0.25)
+            torch.nn.init.constant_(module.weight, 0.25) if by_init else module.weight.data.fill_(0.25)
 
     class Filled(train.GPT):
         def __init__(self, *args):
