@@ -2,11 +2,13 @@
 A score that train.py's process cannot change: another one asks it for logits, computes the score and takes the time.
 
 night's supervisor reads the held-out text before train.py starts, and gives out inputs only. It reads what it gets as
-JSON and raw bytes, and never unpickles. Logits come row by row through a file in memory, and are copied before use.
+JSON and raw bytes, and never unpickles. Logits come row by row through memory that both share, on the GPU or in a file,
+and are copied before use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
@@ -15,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import types
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -25,6 +28,32 @@ from prepare import Tokenizer, TokenStream, eval_batches, evaluating
 
 TOLERANCE = 10  # seconds beyond the budget, for the last step and the first prediction
 MESSAGE = 2**16  # bytes, at most
+
+
+class Handle(ctypes.Structure):  # cudaIpcMemHandle_t, which is passed by value
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+@functools.cache
+def gpu_memory(shape: tuple[int, ...], handle: bytes | None = None):
+    """A float32 tensor in GPU memory, and the handle by which another process can open that memory (CUDA IPC). With a
+    handle: the memory behind it. (None, None) where that is not possible."""
+    import torch
+
+    with suppress(OSError, AttributeError, RuntimeError):
+        cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # the one that PyTorch has loaded
+        torch.cuda.synchronize()  # creates the context
+        pointer, found = ctypes.c_void_p(), Handle.from_buffer_copy(handle or bytes(64))
+        if handle:
+            failed = cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), found, 1)
+        else:
+            failed = cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 * math.prod(shape)))
+            failed = failed or cuda.cudaIpcGetMemHandle(ctypes.byref(found), pointer)
+        if not failed:
+            view = dict(shape=shape, typestr="<f4", data=(pointer.value, False), version=3)
+            return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=view), device="cuda"), bytes(found)
+        cuda.cudaGetLastError()  # or PyTorch raises it later
+    return None, None
 
 
 # ---- In train.py's process
@@ -47,17 +76,29 @@ def answer(model, vocab: int, split: str) -> float:
     B, T = eval_shape(model.config)
     device, dtype = next(model.parameters()).device, str(getattr(model, "dtype", None))
     tell(split=split, batch_size=B, seq_len=T, dtype=dtype, memory=torch.cuda.max_memory_allocated())
+    shared = None
+    if handle := ask():
+        shared, _ = gpu_memory((T, vocab), handle)
+        tell(opened=shared is not None)
     with evaluating(model):
-        while not isinstance(question := channel().recv(), float):
-            if isinstance(question, Exception):
-                raise question
-            shared = mmap.mmap(night_record()["logits"], 4 * T * vocab)
-            shared = torch.frombuffer(shared, dtype=torch.float32).view(T, vocab)
+        while not isinstance(question := ask(), float):
+            if shared is None:
+                file = mmap.mmap(night_record()["logits"], 4 * T * vocab)
+                shared = torch.frombuffer(file, dtype=torch.float32).view(T, vocab)
             for row in predict(model, torch.from_numpy(question).to(device), vocab):
                 shared.copy_(row)
+                if shared.is_cuda:
+                    torch.cuda.synchronize()
                 channel().send_bytes(b"")
-                channel().recv()  # the referee has a copy
+                ask()  # the referee has a copy
     return question
+
+
+def ask():
+    """What the referee says next. Raises Unscorable if it refuses."""
+    if isinstance(said := channel().recv(), Exception):
+        raise said
+    return said
 
 
 # ---- In the supervisor's
@@ -77,7 +118,7 @@ class Referee(Predictor):
         ours, self.theirs = socket.socketpair()
         self.channel, self.logits = Connection(ours.detach()), os.memfd_create("logits")
         self.record = dict(referee=self.theirs.fileno(), logits=self.logits)
-        self.row, self.scores, self.times, self.tokens = {}, {}, "not scored", 0.0
+        self.row, self.scores, self.times, self.tokens, self.shared = {}, {}, "not scored", 0.0, None
         self.created, self.began, self.answered = time.monotonic(), None, None
         self.thread = threading.Thread(target=self.run, daemon=True)
 
@@ -126,8 +167,15 @@ class Referee(Predictor):
         text = zip(self.text[split], (0, -1, 0), strict=True)  # padded as by eval_batches
         batches = [pad(t, (0, -len(t) % (B * T)), value=v).view(-1, B, T).to(device) for t, v in text]
         self.dtype = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}.get(dtype)
-        self.copy = torch.empty(T, self.vocab, pin_memory=device.type == "cuda")
-        os.ftruncate(self.logits, self.copy.nbytes)
+        self.shared, handle = gpu_memory((T, self.vocab)) if device.type == "cuda" else (None, None)
+        self.channel.send(handle)
+        if handle and not self.receive().get("opened"):
+            self.shared = None
+        if self.shared is None:
+            self.copy = torch.empty(T, self.vocab, pin_memory=device.type == "cuda")
+            os.ftruncate(self.logits, self.copy.nbytes)
+        else:
+            self.copy = torch.empty_like(self.shared)
         bpb = bits_per_byte(self, self.tokenizer.get_bos_token_id(), split, *batches)
         if not math.isfinite(bpb):
             raise FloatingPointError(f"{split}_bpb is {bpb}")
@@ -140,11 +188,16 @@ class Referee(Predictor):
         self.channel.send(bpb)
 
     def rows(self, x):
+        import torch
+
         self.channel.send(x.cpu().numpy())
         for _ in x:
             self.receive()
             self.answered = self.answered or time.monotonic()
-            if os.preadv(self.logits, [self.copy.numpy()], 0) < self.copy.nbytes:
+            if self.shared is not None:
+                self.copy.copy_(self.shared)
+                torch.cuda.synchronize()
+            elif os.preadv(self.logits, [self.copy.numpy()], 0) < self.copy.nbytes:
                 raise Unscorable("the logits are gone")
             self.channel.send(None)
             yield self.copy.to(x.device)
