@@ -156,7 +156,7 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
     order = windows(len(stream), T, shuffle=split == "train")
     while True:
         # pinned, so the copy overlaps with compute; PyTorch reuses the buffer once the copy is done
-        batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=device.type == "cuda")
+        batch = torch.empty(2, B, T, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         for x, y in zip(*batch.numpy(), strict=True):
             start, epoch = next(order)
             tokens = stream.read(start, T + 1)

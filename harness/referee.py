@@ -107,8 +107,8 @@ def shuffled(n: int, generator) -> list[int]:
     import torch
 
     while True:
-        order = torch.randperm(n, generator=generator)
-        shifts = (order - torch.arange(n)) % n
+        order = torch.randperm(n, generator=generator, device="cpu")
+        shifts = (order - torch.arange(n, device="cpu")) % n
         if n == 1 or ((shifts > 0).all() and (n < 4 or len(shifts.unique()) > 1)):
             return order.tolist()
 
@@ -121,10 +121,10 @@ class Probe:
         import torch
 
         (B, T), vocab = x.shape, predictor.vocab
-        generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(60))
+        generator = torch.Generator("cpu").manual_seed(random.SystemRandom().getrandbits(60))
 
         def draw(low: int, high: int, *shape: int):
-            return torch.randint(low, high, shape, generator=generator).to(x.device)
+            return torch.randint(low, high, shape, generator=generator, device="cpu").to(x.device)
 
         self.predictor, self.x = predictor, x
         self.columns = torch.cat([draw(0, vocab, TOKENS).expand(B, T, -1), x.roll(-1, 1).unsqueeze(-1)], -1)

@@ -172,7 +172,7 @@ class Referee(Predictor):
         if handle and not self.receive().get("opened"):
             self.shared = None
         if self.shared is None:
-            self.copy = torch.empty(T, self.vocab, pin_memory=device.type == "cuda")
+            self.copy = torch.empty(T, self.vocab, device="cpu", pin_memory=device.type == "cuda")
             os.ftruncate(self.logits, self.copy.nbytes)
         else:
             self.copy = torch.empty_like(self.shared)

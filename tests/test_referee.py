@@ -28,6 +28,8 @@ B, T, C = 6, 48, 16
 class LM(nn.Module):
     """Embeds tokens, mixes over positions, predicts. Each model here replaces one method, usually mix()."""
 
+    dtype = torch.float32  # without it, a GPU's is taken to be bf16
+
     def __init__(self, vocab: int, seed: int = 0):
         super().__init__()
         self.vocab = vocab
@@ -184,7 +186,7 @@ def targets_of_the_caller(self, logits, idx):
 
 
 def learns_while_scored(self, x, idx):
-    self.lm_head.bias += 0.1 * F.one_hot(idx.flatten(), self.vocab).float().mean(0)
+    self.lm_head.bias += F.one_hot(idx.flatten(), self.vocab).float().mean(0)
     return x
 
 
@@ -327,6 +329,16 @@ def test_each_false_model_is_refused_with_its_reason_before_training_and_by_the_
     if name not in ("targets_of_the_caller", "turns_after_a_while"):
         with pytest.raises(referee.Unscorable, match=reason):
             referee.check(cls(vocab), torch.randint(vocab, (B, T)), vocab)
+
+
+def test_a_default_device_set_in_train_py_changes_nothing(tokenizer, monkeypatch):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+    model = LM(tokenizer.get_vocab_size())
+    bpb = referee.evaluate_bpb(model, tokenizer, B, T)
+    with torch.device("meta"):
+        assert referee.evaluate_bpb(model, tokenizer, B, T) == bpb
+        x, y, _ = next(prepare.make_dataloader(tokenizer, B, T, "train", "cpu"))
+    assert torch.equal(x[:, 1:], y[:, :-1])
 
 
 def test_the_tables_are_as_long_as_they_should_be():
