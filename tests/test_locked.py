@@ -82,7 +82,7 @@ LIES = {
         "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
         "replaces_the_text": "prepare.eval_batches = prepare.TokenStream.read = None",
         "replaces_sizes": "prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)",
-        "replaces_arithmetic": "import math; math.log = lambda _: 1e9\n"
+        "replaces_arithmetic": "import math; math.log = lambda *_: 1e9\n"
         "torch.Tensor.logsumexp = lambda x, *_: x[..., :1] * 0",
         "says_another_score": "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
         "sends_a_score": "remote.tell(val_bpb=0.1, scores={'val': 0.1})",
