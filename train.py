@@ -34,7 +34,6 @@ FOUR_BIT = False        # attention and MLP (not experts) in NF4, with fp32 mast
 MATRIX_LR = 0.04        # matrices inside the blocks (Muon)
 EXPERT_LR_SCALE = 0.5   # times MATRIX_LR: an expert sees few tokens
 EMBEDDING_LR = 0.8      # token and value embeddings
-NGRAM_LR = 0.4
 NGRAM_HALF_LR = 512     # updates that halve a 2-gram row's LR (longer n-grams: 1/4); falls to 1/16
 INDUCTION_LR = 0.4
 UNEMBEDDING_LR = 0.005  # lm_head
@@ -47,7 +46,7 @@ ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1      # cautious weight decay of matrices, falls to 0
 VALUE_EMBED_DECAY = 0.003
 MOMENTUM = 0.9          # of Muon (Nesterov)
-FINAL_LR = 0.05         # learning rates fall linearly to this fraction
+FINAL_LR = 0.05         # LRs fall linearly to this fraction
 
 say_once = functools.cache(print)
 
@@ -60,9 +59,10 @@ class Config:  # saved with the weights
     head_dim: int = 128
     seq_len: int = 1024  # of training; every fourth layer sees that far back
     window: int = 256  # earlier tokens that the others see; SDPA: length of its pieces
-    device_batch_size: int = 32  # sequences per forward pass; fewer if memory runs out
-    total_batch_size: int = 2**15  # tokens per optimizer step of a run of TIME_BUDGET
+    device_batch_size: int = 32  # sequences at once; fewer if memory runs out
+    total_batch_size: int = 2**15  # tokens per step of a run of TIME_BUDGET
     ngram_rows: int = 2_621_440  # rows of each n-gram table
+    ngram_lr: float = 0.4
     num_experts: int = 0  # they replace half of the MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
     vocab_size: int = VOCAB_SIZE
@@ -82,8 +82,8 @@ SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=128, eval_seq_len=1024,
                device_batch_size=32, total_batch_size=2**12, ngram_rows=40_960)),  # no GPU
-    (1e12, Config(depth=3, n_embd=384)),
-    (70e12, Config(depth=4, n_embd=384)),
+    (1e12, Config(depth=3, n_embd=384, ngram_lr=0.65)),
+    (70e12, Config(depth=4, n_embd=384, ngram_lr=0.65)),
     (145e12, Config(depth=6, n_embd=512, device_batch_size=64, total_batch_size=2**16)),
     (600e12, Config(depth=7, n_embd=768, device_batch_size=128, total_batch_size=2**17, num_experts=32)),
 )
@@ -175,11 +175,11 @@ class RowLookup(torch.autograd.Function):  # F.embedding; gradients go to a list
 
 class NGramEmbedding(nn.Embedding):
     """One row per hash of n successive tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
-    def __init__(self, n, rows, n_embd, dtype):
-        super().__init__(rows, n_embd, dtype=dtype)
+    def __init__(self, n, config, dtype):
+        super().__init__(config.ngram_rows, config.n_embd, dtype=dtype)
         self.n, self.dtype = n, dtype
-        half_lr = NGRAM_HALF_LR if n == 2 else NGRAM_HALF_LR / 4
-        declare(self, nn.init.zeros_, row_adam(NGRAM_LR, n_embd, beta2=0.8, half_lr=half_lr))
+        half_lr = NGRAM_HALF_LR / (1 if n == 2 else 4)
+        declare(self, nn.init.zeros_, row_adam(config.ngram_lr, config.n_embd, 0.8, half_lr))
 
     def forward(self, idx):  # (B, T) -> (B, T, C)
         table, ids = self.weight, (ngram_hash(idx, self.n) >> 24) % self.num_embeddings
@@ -357,7 +357,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention = config, dtype, attention
         self.backends = BACKENDS[2:] if dtype == torch.float16 else BACKENDS
         self.embed = declare(nn.Embedding(V, C), nn.init.normal_, adamw(EMBEDDING_LR, C))
-        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config.ngram_rows, C, dtype) for n in NGRAMS)
+        self.ngram_embeds = nn.ModuleList(NGramEmbedding(n, config, dtype) for n in NGRAMS)
         self.induction_embed = declare(nn.Embedding(V + 1, C), 0, adamw(INDUCTION_LR, C))
         self.blocks = nn.ModuleList(Block(config, i, attention) for i in reversed(range(config.depth)))
         self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))

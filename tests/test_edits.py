@@ -180,7 +180,7 @@ EDITS = {
     "half the context": Edit(sizes=dict(seq_len=32)),
     "accumulated gradients": Edit(sizes=dict(device_batch_size=1)),
     "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
-    "tables by AdamW": replace("row_adam(NGRAM_LR, n_embd, beta2=0.8, half_lr=half_lr)", "adamw(NGRAM_LR, n_embd)"),
+    "tables by AdamW": replace("row_adam(config.ngram_lr, config.n_embd, 0.8, half_lr)", "adamw(0.4, config.n_embd)"),
     "SwiGLU": replace(MLP, SWIGLU),
     "dropout": replace("x = x + self.mlp(h)", "x = x + F.dropout(self.mlp(h), 0.1, self.training)"),
     "cosine schedule": replace(

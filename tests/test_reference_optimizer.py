@@ -200,7 +200,8 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
 
 def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
     """The optimizer of a small model, and the group of each parameter by its name; each is in exactly one."""
-    model = train.GPT(train.Config(3, 48, 16, 16, 8, 2, 32, 64, 2, vocab_size=40), torch.float32, "sdpa")
+    config = train.Config(3, 48, 16, 16, 8, 2, 32, 64, ngram_lr=0.3, num_experts=2, vocab_size=40)
+    model = train.GPT(config, torch.float32, "sdpa")
     optimizer = train.make_optimizer(model)
     names = {p: name for name, p in model.named_parameters()}
     held = [(names[p], group) for group in optimizer.param_groups for p in group["params"]]
@@ -209,7 +210,7 @@ def groups_by_parameter() -> tuple[train.MuonAdamW, dict[str, dict]]:
 
 
 def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_state(monkeypatch):
-    constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, NGRAM_LR=0.3, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
+    constants = dict(MATRIX_LR=0.1, EMBEDDING_LR=0.2, UNEMBEDDING_LR=0.4, X0_LR=0.5, RESIDUAL_LR=0.6)
     constants |= dict(GATE_LR=0.7, INDUCTION_LR=0.8, ADAM_BETAS=(0.5, 0.6), MATRIX_DECAY=0.8, VALUE_EMBED_DECAY=0.9)
     constants |= dict(ROUTER_LR=0.95, EXPERT_LR_SCALE=0.25, NGRAM_HALF_LR=64)
     for name, value in constants.items():

@@ -742,7 +742,7 @@ def test_saved_weights_are_the_models_bit_for_bit_also_those_that_an_edit_ties_o
     tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(harness, "WEIGHTS", tmp_path / "model.safetensors")
-    config = train.Config(2, 64, 32, 64, 16, 2, 128, 512, 2, vocab_size=300)
+    config = train.Config(2, 64, 32, 64, 16, 2, 128, 512, num_experts=2, vocab_size=300)
     torch.manual_seed(0)
     model = train.build_model(config, torch.device("cpu"), harness.GPU(None, 0.0))
     for p in model.parameters():

@@ -83,7 +83,7 @@ EDITS |= {
     "induction by 4 tokens": ("ngram_hash(idx, 3).sort", "ngram_hash(idx, 4).sort"),
     "Adam's first beta 0.8 -> 0.9": ("ADAM_BETAS = (0.8, ", "ADAM_BETAS = (0.9, "),
     "Adam's second beta 0.98 -> 0.99": ("ADAM_BETAS = (0.8, 0.98)", "ADAM_BETAS = (0.8, 0.99)"),
-    "tables' second moment 0.8 -> 0.9": ("beta2=0.8", "beta2=0.9"),
+    "tables' second moment 0.8 -> 0.9": ("0.8, half_lr", "0.9, half_lr"),
     "queries, keys and values are one matrix to Muon": (", split=(self.qkv, -2))", ")"),
     "the MLP's first matrix is one to Muon": ("C**-0.5, split=(C, -2))", "C**-0.5)"),
     "the MLP's second matrix is one to Muon": ("C, 0, split=(C, -1))", "C, 0)"),
