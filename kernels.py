@@ -1,5 +1,5 @@
 """Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
-sums of rows. None knows the model, the data or GPU names; the sections share only what precedes the first.
+sums of rows. None knows the model, the data or GPU names.
 
 torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, all run without Triton.
 """
@@ -22,9 +22,13 @@ except ImportError:  # on a CPU
 jit = triton.jit if triton else lambda function: function
 
 
-def _tracing(x):
-    """Whether torch.compile is tracing. Before torch 2.13, only x's type tells of AOTAutograd."""
+def _tracing(x):  # by torch.compile; before torch 2.13, only x's type tells of AOTAutograd
     return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
+def _autocast(x):
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if kind != "meta" and torch.is_autocast_enabled(kind) else x
 
 
 def _check_devices(first, *others):
@@ -95,7 +99,7 @@ def _cross_entropy_kernel(
     total = tl.sum(total, 0)
 
     e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, TANH_UNIT)
-    loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # make a target out of range visible
+    loss = tl.where(valid, tl.log(total) - s_y, float("nan"))  # shows a target out of range
     tl.store(losses + row, tl.where(ignored, 0.0, loss))
     if lse is not None:
         tl.store(lse + row, tl.log(total) + shift)
@@ -111,7 +115,7 @@ def _cross_entropy_kernel(
             z = tl.load(logits + start + cols, mask=mask, other=0.0).to(tl.float32)
             e, _s, slope = _softcap_exp(z, shift, cap, TANH_UNIT)
             tl.store(grads + start + cols, e * slope * scale, mask=mask)
-        tl.debug_barrier()  # store the whole row before overwriting its target column
+        tl.debug_barrier()  # store the row before its target column
         tl.store(grads + target, (e_y * scale - a) * slope_y, mask=valid)
 
 
@@ -257,9 +261,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 late = largest.amax().nan_to_num(1.0, 1.0).clamp(torch.finfo(torch.float32).tiny)
             scales = row_scale / late, lse_scale / late
             _, _, dx, dw = _linear_cross_entropy(x, weight, targets, *scales, *ctx.options, need_dx, need_dw)
-        dx = _scaled(dx, late) if need_dx else None
-        dw = _scaled(dw, late) if need_dw else None
-        return dx, dw, None, None, None, None, None
+        return _scaled(dx, late) if need_dx else None, _scaled(dw, late) if need_dw else None, *[None] * 5
 
 
 @torch.library.custom_op("autoresearch::cross_entropy", mutates_args=())
@@ -310,8 +312,9 @@ def _flatten(x, targets, softcap, ignore_index, reduction):
         raise TypeError(f"need floating-point inputs and integer targets, not {x.dtype} and {targets.dtype}")
     if x.shape[:-1] != targets.shape:
         raise ValueError(f"targets must have shape {tuple(x.shape[:-1])}, not {tuple(targets.shape)}")
-    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
-    row_scale = (targets != ignore_index).sum().reciprocal() if reduction == "mean" else torch.ones((), device=x.device)
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long().contiguous()
+    n = (targets != ignore_index).sum().float()  # not the default dtype
+    row_scale = n.reciprocal() if reduction == "mean" else torch.ones_like(n)
     return x, targets, row_scale, softcap or None, ignore_index, reduction != "none"
 
 
@@ -325,9 +328,7 @@ def fused_linear_cross_entropy(
     return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, ignored or
     not: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' has a fourth GEMM."""
     _check_devices(x, weight, targets)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    x, targets, row_scale, *options, reduce = _flatten(x, targets, softcap, ignore_index, reduction)
+    x, targets, row_scale, *options, reduce = _flatten(_autocast(x), targets, softcap, ignore_index, reduction)
     if reduce and not return_lse and torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, True)
     losses, lse = _LinearCrossEntropy.apply(x, weight, targets, row_scale, *options, False)
@@ -363,7 +364,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 16  # up to this many rows of x, bitsandbytes' CUDA op is one launch that stores no W
 
 
-def _check_format(shape, quant_type, block_size):
+def _check_format(shape, quant_type, block_size, dtype=torch.float32):
+    if dtype not in FLOATS:
+        raise TypeError(f"need fp32, bf16 or fp16, not {dtype}")
     if quant_type not in ("nf4", "fp4") or block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"need 'nf4' or 'fp4' and a power of two from 32 to 4096, not {quant_type!r} and {block_size}")
     if shape[-1] % block_size:  # blocks would span rows, which bitsandbytes' CPU kernel silently gets wrong
@@ -373,8 +376,8 @@ def _check_format(shape, quant_type, block_size):
 @functools.cache
 def _bitsandbytes():
     """bitsandbytes' ops, imported on first use: it takes a second."""
-    # on some CPUs it takes this file for the package `kernels`, and warns
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if not torch.compiler.is_compiling():  # on some CPUs it takes this file for the package `kernels`, and warns
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes  # noqa: F401, registers the ops
 
     return torch.ops.bitsandbytes
@@ -386,9 +389,7 @@ def quantize_4bit(
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
     check_finite: raise ValueError for NaN or inf, which waits for the GPU. Otherwise they show in absmax."""
-    _check_format(w.shape, quant_type, block_size)
-    if w.dtype not in FLOATS:
-        raise TypeError(f"w must be fp32, bf16 or fp16, not {w.dtype}")
+    _check_format(w.shape, quant_type, block_size, w.dtype)
     packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
     # not bitsandbytes' absmax: on CUDA that ignores NaN, and the loss would stay finite
     absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
@@ -434,7 +435,7 @@ def dequantize_4bit(
     block_size: int = 64,
 ) -> Tensor:  # fmt: skip
     """Inverse of `quantize_4bit`: weights of `shape`, code * absmax in fp32, rounded once."""
-    _check_format(shape, quant_type, block_size)
+    _check_format(shape, quant_type, block_size, dtype)
     n, stored = math.prod(shape), (packed.dtype, 2 * packed.numel(), absmax.dtype, block_size * absmax.numel())
     if stored != (torch.uint8, n, torch.float32, n):
         raise ValueError(f"{tuple(shape)} needs packed uint8 and absmax fp32 for {n} weights each, not {stored}")
@@ -465,8 +466,7 @@ torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
 
 
-def _fastest(x):
-    """Under torch.compile the op, else the plain function, without the dispatcher's host time."""
+def _fastest(x):  # under torch.compile the op, else the plain function, without the dispatcher's host time
     return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
 
 
@@ -518,7 +518,8 @@ class Linear4bit(nn.Module):
             layer = cls(linear.in_features, linear.out_features, trainable=trainable, **format)
         layer.packed, layer.absmax, layer.bias = packed, absmax, linear.bias
         if trainable:
-            layer.weight = nn.Parameter(linear.weight.detach().float())
+            w = linear.weight.float()  # itself if fp32: it may be tied
+            layer.weight = w if w is linear.weight else nn.Parameter(w.detach())
         return layer
 
     def _apply(self, fn, recurse=True):
@@ -538,8 +539,7 @@ class Linear4bit(nn.Module):
         if x.dtype not in FLOATS or x.shape[-1] != k:
             raise ValueError(f"need floats (..., {k}), not {x.dtype} {tuple(x.shape)}")
         _check_devices(packed, x, absmax, self.weight, self.bias)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = _autocast(x)
         if torch.is_grad_enabled():
             return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
         return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)

@@ -315,6 +315,30 @@ def test_autocast_sets_the_dtype_of_the_gemms(device):
     assert dx.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype, device):
+    """Not even the mean over so many targets that 1/n underflows in fp16."""
+    x, weight, targets = example(70_000, 2, 5, torch.float32, device)
+    expected = gradients(fused_linear_cross_entropy, x, weight, targets)
+    torch.set_default_dtype(dtype)
+    try:
+        found = gradients(fused_linear_cross_entropy, x, weight, targets)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_targets_of_any_integer_dtype_and_shapes_on_meta(device):
+    x, weight, targets = example(64, 16, 200, torch.float32, device)
+    targets = targets.clamp(min=0)
+    for function, args in ((fused_linear_cross_entropy, (x, weight)), (fused_cross_entropy, (x @ weight.T,))):
+        for dtype in (torch.uint8, torch.int16, torch.int32):
+            assert torch.equal(function(*args, targets.to(dtype)), function(*args, targets))
+        loss = function(*(t.detach().to("meta").requires_grad_() for t in args), targets.to("meta"), reduction="none")
+        assert loss.shape == (64,) and loss.is_meta
+        loss.sum().backward()
+
+
 def test_no_grad_computes_no_gradient_and_holds_one_chunk_of_logits(device, monkeypatch):
     calls, rows = [], kernels._rows
     monkeypatch.setattr(kernels, "_rows", lambda z, *a: (calls.append((len(z), a[5] is not None)), rows(z, *a)))

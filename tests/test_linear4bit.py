@@ -245,6 +245,37 @@ def test_requantized_weights_stay_in_place_and_a_compiled_layer_sees_them(device
     torch.testing.assert_close(compiled(x), 2 * before)
 
 
+def test_a_tied_weight_stays_tied_and_in_its_optimizer(device):
+    embed, head = nn.Embedding(N, K, device=device), nn.Linear(K, N, bias=False, device=device)
+    head.weight = embed.weight
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    layer, before = Linear4bit.from_linear(head, trainable=True), head.weight.detach().clone()
+    assert [*nn.ModuleList([embed, layer]).parameters()] == [embed.weight]
+    layer(embed(torch.tensor([1], device=device))).sum().backward()
+    optimizer.step()
+    assert (layer.weight != before).any(1).all()
+    half = Linear4bit.from_linear(nn.Linear(K, N, device=device, dtype=torch.bfloat16), trainable=True)
+    assert half.weight.is_leaf and half.weight.dtype == torch.float32
+
+
+def test_on_meta_it_gives_shapes():
+    with torch.device("meta"):
+        layer = Linear4bit(K, N, trainable=True)
+        y = layer(torch.randn(3, K))
+    y.sum().backward()
+    assert y.shape == (3, N) and layer.weight.grad.shape == (N, K)
+
+
+def test_quantizing_compiles_without_a_break(device):
+    torch._dynamo.reset()
+    w = torch.randn(N, K, device=device)
+
+    def rounded(w):
+        return dequantize_4bit(*quantize_4bit(w, check_finite=False), (N, K), torch.float32)
+
+    assert torch.equal(torch.compile(rounded, backend="aot_eager", fullgraph=True)(w), rounded(w))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_can_be_cast_and_absmax_keeps_its_bits(dtype, device):
     model = nn.Sequential(make_layer(device), nn.Linear(N, 4, device=device))
@@ -285,6 +316,7 @@ PACKED = torch.zeros(128, 1, dtype=torch.uint8)
         (ValueError, "'int4'", lambda d: Linear4bit(K, N, quant_type="int4")),
         (TypeError, "float64", lambda d: quantize_4bit(torch.randn(4, K, device=d, dtype=torch.float64))),
         (TypeError, "int64", lambda d: quantize_4bit(torch.ones(4, K, device=d, dtype=torch.int64))),
+        (TypeError, "float64", lambda d: dequantize_4bit(*quantize_4bit(torch.ones(4, K)), (4, K), torch.float64)),
         (ValueError, "float64", lambda d: make_layer(d)(torch.randn(4, K, device=d, dtype=torch.float64))),
         (ValueError, "int64", lambda d: make_layer(d)(torch.ones(4, K, device=d, dtype=torch.int64))),
         (ValueError, "not .*4096", lambda d: dequantize_4bit(*quantize_4bit(torch.ones(64, 64)), (64, 128), FLOATS[0])),

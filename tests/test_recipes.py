@@ -70,7 +70,7 @@ def test_token_accuracy(device):
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_layer_saved_by_bitsandbytes(nested, device):
     torch.manual_seed(0)
-    theirs = bitsandbytes.nn.Linear4bit(128, 64, bias=False, compress_statistics=nested, quant_type="nf4").to(device)
+    theirs = bitsandbytes.nn.Linear4bit(128, 64, bias=nested, compress_statistics=nested, quant_type="nf4").to(device)
     x, saved = torch.randn(3, 128, device=device), theirs.state_dict()
     assert ("weight.nested_absmax" in saved) == nested
     layer = run("A 4-bit layer saved by bitsandbytes", saved=dict(saved), device=device)["layer"]
