@@ -114,6 +114,8 @@ class TokenStream:
     """The token shards of a split, as one sequence. PrepareError if one is missing or damaged."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}, only {', '.join(SPLITS)}")
         folder, count = tokenizer.directory, read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{folder} is incomplete: rerun the prepare.py command")
@@ -274,8 +276,8 @@ class Tokenizer:
     def train(texts: Iterable[str], path: Path) -> None:
         import rustbpe
 
-        if not 260 <= VOCAB_SIZE <= 65000:  # all bytes and special tokens; uint16
-            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE} is out of range: set it to 260 to 65000")
+        if VOCAB_SIZE not in range(260, 65001):  # all bytes and special tokens; uint16
+            raise PrepareError(f"VOCAB_SIZE = {VOCAB_SIZE!r} is out of range: set it to 260 to 65000")
         bpe = rustbpe.Tokenizer()
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
@@ -372,7 +374,10 @@ def find_folder(folder: Path) -> tuple[str, list, Callable]:
     if not folder.is_dir():
         problem = f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}"
         raise PrepareError(f"{problem}: check the spelling, or give a file's folder")
-    files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    usable = os.R_OK | os.X_OK  # rglob() passes over other folders without a word
+    files = (p for p in sorted(folder.rglob("*")) if p.is_symlink() or not (p.is_dir() and os.access(p, usable)))
+    if (cache := cache_dir().resolve()).is_relative_to(folder):  # what was made from this text is not part of it
+        files = (p for p in files if not p.is_relative_to(cache))
     names = {path: path.relative_to(folder).as_posix() for path in files}
     paths = [path for path in names if path.suffix.lower() in (".parquet", ".txt") and path.is_file()]
     paths = [path for path in paths if "/." not in f"/{names[path]}"]
@@ -456,7 +461,9 @@ def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     sizes = {digest: sum(map(len, span)) for digest, span in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        raise PrepareError(f"{len(order)} different documents are too few for three splits: give more text")
+        raise PrepareError(
+            f"{len(order)} different documents are too few for three splits: give more text, in more files or rows"
+        )
     if divided:
         print(f"split by spans of {longest:,} characters, a twentieth of all text: {', '.join(sorted(divided)):.1000}")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
@@ -492,6 +499,8 @@ def documents(path: Path) -> Iterator[str | None]:
                 yield text
     else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if 4 * data.count(0) > len(data):
+            raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8")  # but UTF-16
         for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
             try:
                 yield document.decode().strip(BOM + "\n")
@@ -598,6 +607,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
         raise PrepareError("--data is empty, as if from a variable that is not set: name a dataset or a folder")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
+    if wanted == "embedded" and not data:  # perhaps only as there was no network
+        print("This clone trains on the source of Python's standard library: for other text, give --data climbmix")
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
         if num_shards or not is_ready(cache_dir() / own):
             raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
@@ -752,12 +763,12 @@ def main() -> None:
     try:
         directory = current_dataset() if args.verify and not args.data else prepare(args.data, args.num_shards)
         tokenizer = Tokenizer(directory)
-        sizes = [f"{len(TokenStream(tokenizer, split, args.verify)) / 1e6:.1f} M {split}" for split in SPLITS]
+        sizes = [f"{len(TokenStream(tokenizer, split, args.verify)):,} {split}" for split in SPLITS]
         print(f"ready: {dataset_id(directory)}, {', '.join(sizes)} tokens, in {directory}")
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(f"{one_line(error)}: fix that, or set AUTORESEARCH_CACHE to another folder")
+        sys.exit(f"{one_line(error)}: fix that, or, for the cache, set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to continue")
 

@@ -35,7 +35,7 @@ def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
         if columns == EIGHT:
             row |= parse_eight(row)
         row["seed"], row["test_bpb"] = int(row["seed"]), float(row["test_bpb"]) if row["test_bpb"] else None
-        row |= {key: float(row[key]) for key in ("val_bpb", "memory_gb", "tokens_M")}
+        row |= {key: float(str(row[key]).replace(",", ".")) for key in ("val_bpb", "memory_gb", "tokens_M")}
         numbers = (value for value in row.values() if isinstance(value, float))
         if row["status"] in ("keep", "discard", "crash", "report") and all(map(math.isfinite, numbers)):
             return row

@@ -29,18 +29,21 @@ def read_results(path: str | Path | None = None) -> list[dict]:
 
 
 def parse_log(text: str) -> tuple[list[dict], list[str], bool]:
-    """The rows of a log, its other lines, and whether its columns are today's. ValueError without a header."""
-    rows, others, columns, current = [], [], None, True
-    for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else []:
-        if found := LAYOUTS.get(line.rstrip("\r")):
-            columns, current = found, current and found == COLUMNS
-        elif not columns:
-            raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
+    """The rows of a log, its other lines, and whether its first line, and no other, is today's header. ValueError
+    without a header."""
+    lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else []
+    headers = [LAYOUTS.get(line.rstrip("\r")) for line in lines]  # several if logs were joined
+    columns, rows, others = next(filter(None, headers), None), [], []
+    if lines and not columns:
+        raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
+    for line, header in zip(lines, headers, strict=True):
+        if header:
+            columns = header
         elif row := parse_row(line, columns):
             rows.append(row)
         else:
             others.append(line)
-    return rows, others, current
+    return rows, others, headers[:1] in ([], [COLUMNS]) and not any(headers[1:])
 
 
 @contextmanager
@@ -100,7 +103,7 @@ def keep_copy(path: Path, data: bytes) -> None:
         copy = copy.with_name(f"{copy.name}~")
     with new_file(copy) as file:
         file.write(data)
-    print(f"{path.name} has more columns now; {copy.name} is a copy of what it was", file=sys.stderr)
+    print(f"{path.name} gets a new header; {copy.name} is a copy of what it was", file=sys.stderr)
 
 
 def log_result(*, to_beat=None, report=False, path=None, **values) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ def save_weights(model, tokenizer: Tokenizer) -> None:
         with prepare.new_file(harness.WEIGHTS) as file:
             about = {"config": config, "tokenizer": tokenizer.fingerprint.hex(), "train.py": train_py()}
             save_file(state, file.name, about)
+            os.chmod(file.name, os.fstat(file.fileno()).st_mode)  # it writes another file, which nobody else may read
     except Exception as error:
         print(f"train.py: {harness.WEIGHTS.name} could not be written: {one_line(error)}", file=sys.stderr)
 

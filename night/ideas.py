@@ -71,8 +71,9 @@ def ideas(rows: list[dict]) -> list[Idea]:
         idea.edited = parent or ""
         # If the train.py that it edited has no row: compare with the last one kept before
         edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
-        before = {seed: bpb for other in edited for seed, bpb in other.scores.items()}
-        idea.changes = [bpb - before[seed] for seed, bpb in idea.scores.items() if seed in before]
+        before = grouped([pair for other in edited for pair in other.scores.items()], lambda pair: pair[0])
+        usual = {seed: statistics.mean(bpb for _, bpb in pairs) for seed, pairs in before.items()}  # if it ran again
+        idea.changes = [bpb - usual[seed] for seed, bpb in idea.scores.items() if seed in usual]
     find_oddities(found)
     return found
 

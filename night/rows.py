@@ -11,8 +11,9 @@ from typing import NamedTuple
 import harness
 import prepare
 from harness import crashed
-from night.git import commit_of, in_history
+from night.git import commit_of, in_history, train_blobs
 from night.pool import gpu_names
+from prepare import PrepareError
 
 
 class Kind(NamedTuple):
@@ -120,10 +121,31 @@ def reference(kind: Kind) -> str:
     """
     for each in (kind, five_minutes(kind)):
         rows = [row for row in in_history(each.rows()) if not crashed(row)]
-        kept = [row["commit"] for row in rows if row["status"] == "keep"]
         if rows:
-            return kept[-1] if kept else rows[0]["commit"]
+            return (kept(rows) or rows[:1])[-1]["commit"]
     return commit_of("HEAD")
+
+
+def kept(rows: list[dict]) -> list[dict]:
+    """The kept rows; the last one is that of the reference. If a commit runs again, with another seed, that run's own
+    `keep` does not count: it would make an earlier commit the reference."""
+    rows = [row for row in rows if row["status"] == "keep"]
+    first = {row["commit"]: row for row in reversed(rows)}
+    return [row for row in rows if row is first[row["commit"]] or row["by"] != "run"]
+
+
+def commit_with_row(revision: str, rows: list[dict]) -> str:
+    """A revision's commit or, if that has no row, the last one with the same train.py that has one."""
+    commit, names = commit_of(revision), [row["commit"] for row in rows]
+    if commit in names:
+        return commit
+    own, *blobs = train_blobs([commit, *names])
+    if same := [name for name, blob in zip(names, blobs, strict=False) if blob == own]:
+        print(f"{commit} has no row; {same[-1]} has the same train.py")
+        return same[-1]
+    if f"{commit}+" in names:
+        raise PrepareError(f"what ran on {commit} was not committed: commit it and run it again")
+    return commit
 
 
 def five_minutes(kind: Kind) -> Kind:

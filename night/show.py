@@ -5,10 +5,10 @@ import math
 
 from harness import budget_name, crashed, read_results
 from night import records
-from night.git import commit_of, in_history
+from night.git import in_history
 from night.ideas import Idea, expect, ideas
 from night.noise import Noise, with_error
-from night.rows import baseline, count_kept, experiments, grouped, place
+from night.rows import baseline, commit_with_row, count_kept, experiments, grouped, kept, place
 from prepare import PrepareError
 
 TRIALS = 5  # a tuner makes many: list the best ones
@@ -17,7 +17,7 @@ TRIALS = 5  # a tuner makes many: list the best ones
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
     if args.revision:
-        return print(about_commit(commit_of(args.revision)))
+        return print(about_commit(commit_with_row(args.revision, read_results())))
     print(about_night(last_place(args)))
 
 
@@ -37,8 +37,8 @@ def about_night(rows: list[dict]) -> str:
     found = ideas(rows)
     noise = Noise.of(rows, found)
     expect(found, noise)
-    kept = in_history([row for row in rows if row["status"] == "keep"]) or [baseline(rows)]
-    reference = next(idea for idea in found if kept[-1] in idea.rows)
+    last = (kept(in_history(rows)) or [baseline(rows)])[-1]
+    reference = next(idea for idea in found if last in idea.rows)
     count = f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {sum(map(crashed, rows))} crashed."
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Collection, Iterable
 
 import harness
-from night.git import commit_of, in_history
-from night.rows import Kind, baseline, elsewhere, good, grouped, kind_here, reference, run_name, scores
+from night.git import in_history
+from night.rows import Kind, baseline, commit_with_row, elsewhere, good, grouped, kind_here, reference, run_name, scores
 from prepare import PrepareError
 
 
@@ -64,7 +64,8 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
 
 def keep(args: argparse.Namespace) -> None:
     """Sets a commit's status for good and prints the new reference."""
-    commit, kind = commit_of(args.revision), kind_here(args)
+    kind = kind_here(args)
+    commit = commit_with_row(args.revision, kind.rows())
     status = "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
         has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"

@@ -101,6 +101,31 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
+def test_a_commit_without_rows_is_that_with_its_train_py_and_what_was_not_committed_is_said(clone):
+    clone.commit(base="val_bpb = 1.3")
+    base = clone.run("git rev-parse --short=7 base; git checkout -q base").strip()
+    clone.run("python -m night run; git commit -q --allow-empty -m notes")
+    told = clone.run("python -m night show HEAD; python -m night keep HEAD")
+    assert told.count(f"has no row; {base} has the same train.py") == 2
+    assert f"# {base} " in told and f"keep {base}; the next experiment starts from {base}\n" in told
+    clone.run("echo >> train.py; git commit -qam idea; echo >> train.py; python -m night run")
+    for command in ("show", "keep"):
+        said = clone.run(f"python -m night {command} HEAD 2>&1 || true")
+        assert "was not committed: commit it and run it again" in said
+
+
+def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(clone, monkeypatch):
+    clone.commit(base="val_bpb = 1.3")
+    clone.run("git checkout -q base; echo >> train.py; git commit -qam idea; git tag idea")
+    clone.run("git checkout -q base; git commit -q --allow-empty -m again; git tag again")
+    at(monkeypatch, clone.folder)
+    for name, val_bpb in dict(base=1.3, idea=1.27, again=1.2).items():
+        commit = clone.run(f"git rev-parse --short=7 {name}").strip()
+        harness.log_result(val_bpb=val_bpb, memory_gb=1.0, commit=commit, description=name, gpu="T4", dataset="d")
+    found = {idea.subject: idea.change for idea in ideas.ideas(harness.read_results())}
+    assert found == {"base": None, "idea": pytest.approx(0.02), "again": None}
+
+
 def test_an_idea_that_takes_longer_for_its_tokens_than_is_usual_says_so(clone, monkeypatch):
     """As a shared GPU makes runs slower, the fastest of a commit counts, and the median of all is usual."""
     at(monkeypatch, clone.folder)

@@ -561,6 +561,14 @@ def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons
     assert [row["status"] for row in harness.read_results()[-3:]] == ["keep", "discard", "keep"], "a run's is no word"
 
 
+def test_an_earlier_commit_that_runs_again_with_another_seed_does_not_become_the_reference(history):
+    history("a|1.3|keep|A|d", "b|1.2|keep|A|d")
+    kind = Kind(["A"], "300 s", "d")
+    row = dict(val_bpb=1.1, memory_gb=1.0, commit=7 * "a", description="x", gpu="A", dataset="d", seed=1)
+    assert harness.log_result(**row) == "keep" and reference(kind) == 7 * "b"
+    assert statuses.set_status(7 * "a", kind, "keep", by="person") and reference(kind) == 7 * "a"
+
+
 def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
     history("a|1.3|keep|A|d")
     with harness.edit_log():

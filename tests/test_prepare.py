@@ -82,10 +82,10 @@ def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_pa
     assert b" abc" in tokens and not {b"xy", b"yz", b"uv", b"vw"} & tokens and len(list(documents)) == 4
 
 
-@pytest.mark.parametrize("size", [0, 259, 65001])
+@pytest.mark.parametrize("size", [0, 259, 65001, "8192"])
 def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_refused(monkeypatch, tmp_path, size):
     monkeypatch.setattr(prepare, "VOCAB_SIZE", size)
-    with pytest.raises(prepare.PrepareError, match=f"VOCAB_SIZE = {size} .* 260 to 65000"):
+    with pytest.raises(prepare.PrepareError, match=f"VOCAB_SIZE = {size!r} .* 260 to 65000"):
         Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
 
 
@@ -201,6 +201,8 @@ def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_
     assert not prepare.DATASET.exists()
     said = offline()  # what is prepared now is what the cache has
     assert f"NO NETWORK: using {prepare.current_dataset().name}, which is ready in" in said
+    prepare.DATASET.write_text(prepare.current_dataset().name)  # it has trained on it
+    assert "for other text, give --data climbmix" in offline() and "NO NETWORK" not in offline()
     prepare.DATASET.write_text("climbmix@12345678x1")  # it has a dataset: another one is no replacement
     assert offline().startswith("failed: ")
 
@@ -281,6 +283,8 @@ def test_any_text_survives_its_shard_which_holds_the_ids_that_encode_gives(token
 
 def test_validation_batches_are_the_stream_in_order(tokenizer, device):
     """And stay so while others are read."""
+    with pytest.raises(ValueError, match="no split 'validation', only train, val, test"):
+        prepare.TokenStream(tokenizer, "validation")
     stream = prepare.TokenStream(tokenizer, "val")
     text = torch.from_numpy(stream.read(0, len(stream)).astype(np.int64))
     B, T = 3, 37

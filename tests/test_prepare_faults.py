@@ -99,7 +99,7 @@ def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
     monkeypatch.setattr(prepare, "DATASET", tmp_path)
     monkeypatch.setattr(prepare, "read", lambda path, read=prepare.read: "other" if path == tmp_path else read(path))
-    assert f"Is a directory: '{tmp_path}': fix that, or set" in fails(capsys, monkeypatch, "--data", str(corpus))
+    assert f"Is a directory: '{tmp_path}': fix that, or, for" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):

@@ -580,6 +580,8 @@ def test_a_full_disk_or_a_kill_while_the_weights_are_written_leaves_those_of_bef
     assert "val_bpb" in run.summary and len(clone.statuses) == 2, "both are safe before"
     assert (clone.folder / "model.safetensors").read_bytes() == b"those of before"
     assert clone.run("--save").code == 0 and clone.left_over == {"model.safetensors"}, "the half is gone"
+    weights, source = ((clone.folder / name).stat().st_mode for name in ("model.safetensors", "results.tsv"))
+    assert weights == source, "others may read them"
 
 
 @pytest.mark.slow

@@ -75,9 +75,9 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_text_in_another_encoding_is_refused(tmp_path, encoding):
-    (tmp_path / "a.txt").write_text("naïve\n" * 100, encoding)
+@pytest.mark.parametrize("encoding, text", [("latin-1", "naïve\n"), ("utf-16", "naïve\n"), ("utf-16-le", "naive\n")])
+def test_text_in_another_encoding_is_refused(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_text(text * 100, encoding)
     with pytest.raises(PrepareError, match=r"a\.txt is not UTF-8: convert it"):
         prepare.prepare(str(tmp_path))
 
@@ -228,11 +228,14 @@ def test_where_there_are_many_novels_each_is_in_one_split(tmp_path, capsys):
     assert "split by spans" not in capsys.readouterr().out
 
 
-def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named(tmp_path, capsys):
+def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named(tmp_path, capsys, monkeypatch):
     documents, folder = numbered(0, 90), tmp_path / "data"
     write_texts(folder, documents[:30])
     (folder / "000.txt").rename(folder / "A.TXT")
     write_parquet(folder / "B.PARQUET", documents[30:])
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed" and access(path, mode))
+    (folder / "closed").mkdir()  # what is in it cannot be listed
     for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/objects/aa", ".git/HEAD", "linked/d.txt"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(name)
@@ -240,13 +243,21 @@ def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named(tmp_path, ca
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     splits = splits_of(prepare.prepare(str(folder)))
     assert sorted(itertools.chain(*splits.values())) == sorted(documents)
-    named = f"in {folder}, not read (5): .git, linked, notes.md, sub/.hidden.txt, sub/c.jsonl\n"
+    named = f"in {folder}, not read (6): .git, closed, linked, notes.md, sub/.hidden.txt, sub/c.jsonl\n"
     assert named in capsys.readouterr().out
     write_corpus(tmp_path / "corpus")
     (tmp_path / "corpus" / "more.txt").write_text("more")
     write_parquet(tmp_path / "corpus" / "sub" / "more.parquet", documents)
     prepare.prepare(str(tmp_path / "corpus"))
     assert f"in {tmp_path / 'corpus'}, not read (2): more.txt, sub/more.parquet\n" in capsys.readouterr().out
+
+
+def test_a_cache_inside_of_the_folder_is_not_part_of_the_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "data" / "cache"))
+    write_texts(tmp_path / "data", numbered(0, 60))
+    assert prepare.prepare(str(tmp_path / "data")) == prepare.prepare(str(tmp_path / "data"))
+    write_texts(tmp_path / "data" / "cache" / "of_mine", numbered(0, 60))
+    assert prepare.prepare(str(tmp_path / "data" / "cache" / "of_mine"))
 
 
 def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp_path):
