@@ -766,7 +766,11 @@ SECTIONS = [
         ("*sorted(hashes.values())]", "*map(str, paths)]"),
         ("[(path.name, hashes[path]) for path in paths]", "[path.name for path in paths]"),
         ("path.suffix.lower() in (", "path.suffix in ("),
-        ("path.is_symlink() or not path.is_dir())", "not path.is_dir())"),
+        ("p.is_symlink() or not (p.is_dir()", "not (p.is_dir()"),
+        ("(p.is_dir() and os.access(p, usable))", "p.is_dir()"),
+        ("(cache := cache_dir().resolve()).is_relative_to(folder)", "(cache := cache_dir().resolve())"),
+        ("if not p.is_relative_to(cache))", ")"),
+        ("if 4 * data.count(0) > len(data):", "if False:"),
         ("names.keys() - set(paths)", "[path for path in names if not path.is_file()]"),
         ("max(PASSAGE, total // 20)", "PASSAGE"),
         ("max(PASSAGE, total // 20)", "max(PASSAGE, total)"),
@@ -894,8 +898,8 @@ SECTIONS = [
         ("if code == 1 and lines and errors:", "if lines and errors:"),
     ]),
     ("The commit to go back to", "night", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
-        ("kept[-1] if kept", "kept[0] if kept"),
-        ('else rows[0]["commit"]', 'else rows[-1]["commit"]'),
+        ("or rows[:1])[-1]", "or rows[:1])[0]"),
+        ("or rows[:1])[-1]", "or rows)[-1]"),
     ]),
     ("The picture", "night/plot.py", ["test_night.py", "-k", "picture or band"], [
         ("lowest[-1] - 2 * noise", "lowest[-1] - noise"),
@@ -1172,8 +1176,8 @@ SECTIONS = [
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "family or leave_records"], [
         ("if self.values and self.values.keys() == self.places.keys():", "if self.values:"),
         ("self.places.most_common(1)", "self.places.most_common()[::-1]"),
-        ("bpb - before[seed] for", "before[seed] - bpb for"),
-        ("if seed in before]", "]"),
+        ("bpb - usual[seed] for", "usual[seed] - bpb for"),
+        ("if seed in usual]", "]"),
         ("by_train.get(parent) or", "None or"),
         ("< 0.9 * usual:", "< 0.8 * usual:"),
         ('(lines["+"], lines["-"])', '(lines["-"], lines["+"])'),
@@ -1187,7 +1191,7 @@ SECTIONS = [
         ("abs(idea.change) < noise.band(len(idea.changes))", "abs(idea.change) < noise.sd"),
         ("if idea not in crashes], lambda", "], lambda"),
         ("splitlines()[-20:]", "splitlines()[:0]"),
-        ("kept[-1]", "kept[0]"),
+        ("[baseline(rows)])[-1]", "[baseline(rows)])[0]"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "tuners"], [
         ("key=lambda idea: idea.score or math.inf)", "key=lambda idea: idea.score)"),
@@ -1317,7 +1321,7 @@ SECTIONS = [
         ('all(map(math.isfinite, numbers))', 'True'),
         ('int(row["seed"])', 'abs(int(row["seed"]))'),
     ]),
-    ("The log", "harness/log.py", ["test_harness.py", "-k", "lowest or older or joined or line_of_its_own or stderr or at_once or half_a or lock or mounted"], [
+    ("The log", "harness/log.py", ["test_harness.py", "-k", "lowest or older or joined or decimal or line_of_its_own or stderr or at_once or half_a or lock or mounted"], [
         ('row["val_bpb"] < (lowest', 'row["val_bpb"] <= (lowest'),
         ('row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))', 'row = EMPTY | values | dict(status=status, by=by)'),
         ('digits[:7] + plus', 'digits + plus'),
@@ -1329,8 +1333,10 @@ SECTIONS = [
         ('if to_beat is None and not report', 'if not report'),
         ('text.removeprefix("\\ufeff")', 'text'),
         ('LAYOUTS.get(line.rstrip("\\r"))', 'LAYOUTS.get(line)'),
-        ('current and found == COLUMNS', 'True'),
-        ('columns, current = found,', 'columns, current = columns or found,'),
+        ("headers[:1] in ([], [COLUMNS]) and not", "not"),
+        (" and not any(headers[1:])", ""),
+        ("            columns = header\n", "            pass\n"),
+        ("next(filter(None, headers), None)", "next(iter(headers), None)"),
         ('keep_copy(path, data)', 'pass'),
         ('if data else [HEADER, *after])', 'if True else [])'),
         (', *after, *others])', ', *after])'),
@@ -1395,6 +1401,25 @@ SECTIONS = [
         ('(self.anywhere or gpu in self.gpus) and', ''),
         ('for each in (kind, five_minutes(kind)):', 'for each in (kind,):'),
         ('budget=harness.budget_name(), imitates="")', 'budget=harness.budget_name())'),
+    ]),
+    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "earlier_commit"], [
+        ('row is first[row["commit"]] or row["by"] != "run"', "True"),
+        ('or row["by"] != "run"]', "]"),
+        ("for row in reversed(rows)}", "for row in rows}"),
+    ]),
+    ("The commit to go back to", "night/rows.py", ["test_memory.py", "-k", "commit_without_rows"], [
+        ("if blob == own]:", "]:"),
+        ("return same[-1]", "return commit"),
+        ('if f"{commit}+" in names:', "if False:"),
+    ]),
+    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "compared_with_the_mean"], [
+        ("statistics.mean(bpb for _, bpb in pairs)", "pairs[-1][1]"),
+    ]),
+    ("Weights", "harness/weights.py", ["test_run.py", "-m", "", "-k", "full_disk_or_a_kill"], [
+        ("os.chmod(file.name, ", "print(file.name, "),
+    ]),
+    ("A number with a comma", "harness/columns.py", ["test_harness.py", "-k", "decimal_commas"], [
+        ('.replace(",", ".")', ""),
     ]),
     ("The statuses", "night/statuses.py", ["test_night.py", "-k", "go_back or overrul or uncommitted or word"], [
         ('found[-1:] if status == "keep" else found', 'found[-1:]'),
