@@ -8,7 +8,6 @@ and are copied before use.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import math
@@ -17,43 +16,17 @@ import os
 import socket
 import threading
 import time
-import types
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from harness.gpu import imitate
+from harness.gpu_memory import gpu_memory
 from harness.record import night_record
 from harness.referee import Predictor, Unscorable, bits_per_byte, eval_shape, predict
 from prepare import Tokenizer, TokenStream, eval_batches, evaluating
 
 TOLERANCE = 10  # seconds beyond the budget, for the last step and the first prediction
 MESSAGE = 2**16  # bytes, at most
-
-
-class Handle(ctypes.Structure):  # cudaIpcMemHandle_t, which is passed by value
-    _fields_ = [("reserved", ctypes.c_char * 64)]
-
-
-@functools.cache
-def gpu_memory(shape: tuple[int, ...], handle: bytes | None = None):
-    """A float32 tensor in GPU memory, and the handle by which another process can open that memory (CUDA IPC). With a
-    handle: the memory behind it. (None, None) where that is not possible."""
-    import torch
-
-    with suppress(OSError, AttributeError, RuntimeError):
-        cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # the one that PyTorch has loaded
-        torch.cuda.synchronize()  # creates the context
-        pointer, found = ctypes.c_void_p(), Handle.from_buffer_copy(handle or bytes(64))
-        if handle:
-            failed = cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), found, 1)
-        else:
-            failed = cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(4 * math.prod(shape)))
-            failed = failed or cuda.cudaIpcGetMemHandle(ctypes.byref(found), pointer)
-        if not failed:
-            view = dict(shape=shape, typestr="<f4", data=(pointer.value, False), version=3)
-            return torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=view), device="cuda"), bytes(found)
-        cuda.cudaGetLastError()  # or PyTorch raises it later
-    return None, None
 
 
 # ---- In train.py's process
@@ -171,11 +144,9 @@ class Referee(Predictor):
         self.channel.send(handle)
         if handle and not self.receive().get("opened"):
             self.shared = None
-        if self.shared is None:
-            self.copy = torch.empty(T, self.vocab, device="cpu", pin_memory=device.type == "cuda")
-            os.ftruncate(self.logits, self.copy.nbytes)
-        else:
-            self.copy = torch.empty_like(self.shared)
+        place = dict(device="cpu", pin_memory=device.type == "cuda") if self.shared is None else dict(device=device)
+        self.copy = torch.empty(T, self.vocab, **place)
+        os.ftruncate(self.logits, self.copy.nbytes)
         bpb = bits_per_byte(self, self.tokenizer.get_bos_token_id(), split, *batches)
         if not math.isfinite(bpb):
             raise FloatingPointError(f"{split}_bpb is {bpb}")

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_corpus import copy_files
+from small_corpus import ROOT, copy_files
 from test_referee import FALSE, HONEST, B, T, models, reference
 
 import harness
 import prepare
 from harness import remote
 from harness.experiment import crash_reason
+from harness.gpu_memory import gpu_memory
 from night import records
 from night import run as night_run
 from night.__main__ import parse
@@ -414,6 +415,14 @@ def test_the_text_is_read_before_the_run_and_must_have_its_checksum(tokenizer, t
     assert all(map(torch.equal, before, referee.text["val"]))
     with pytest.raises(prepare.PrepareError, match="damaged"):
         remote.Referee(["val"], "cpu", 1)
+
+
+@pytest.mark.gpu
+def test_two_processes_share_memory_of_the_gpu():
+    ours, handle = gpu_memory((3, 4))
+    script = f"from harness.gpu_memory import gpu_memory\ngpu_memory((3, 4), {handle!r})[0].fill_(7).sum().item()"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    assert (ours == 7).all()
 
 
 def test_logits_are_looked_at_in_a_copy(tokenizer):
