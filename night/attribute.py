@@ -136,15 +136,16 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
         return done[:, 1:], seeds, train(runs)
 
     sd = try_changes(changes, measure, *seed_noise(kept[-1], same_seed=True))
-    lines = ["| change | lines | removal costs val | removal costs test | standard error | verdict |"]
+    lines = ["| change | lines | mean cost of removal, val | standard error | test | verdict |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for change in changes:
-        numbers = f"{change.val:+.4f} | {change.test:+.4f} | {change.error:.4f}".replace("+nan", "").replace("nan", "")
+        numbers = f"{change.val:+.4f} | {change.error:.4f} | {change.test:+.4f}".replace("+nan", "").replace("nan", "")
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {change.lines:+d} | {numbers} | {change.verdict} |")
 
     count = Counter(change.verdict for change in changes)
-    text = f"Kept changes: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}."
+    text = f"Judged: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}. `real`: on val; up to "
+    text += f"{LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without the other changes."
     idle = [i for i, change in enumerate(changes, start=1) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle, others=False):
         pruned = build(files, dropped, full)

@@ -8,9 +8,9 @@ from collections import Counter
 from harness import crashed
 from night.git import git, train_blobs
 from night.intervals import shrink
-from night.noise import NUDGED, Noise
+from night.noise import Noise
 from night.records import run_seconds
-from night.rows import arm, grouped, scores
+from night.rows import NUDGED, arm, grouped, scores
 
 SLOWER = 1.15  # mention training times that are longer by more than this factor
 CONSTANT = r"([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$"  # a line of train.py: name and value

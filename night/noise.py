@@ -10,11 +10,10 @@ import numpy as np
 import harness
 from night.git import commit_train, read_train
 from night.knobs import nudged
-from night.rows import grouped, place, scores
+from night.rows import NUDGED, grouped, place, scores
 
 ATTRIBUTION_SEEDS = 1001  # from here on
 NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, enough for other luck
-NUDGED = "noise: constants x "  # begins their subjects
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
 
 

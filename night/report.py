@@ -92,7 +92,7 @@ def gains(
     if not found:
         raise PrepareError("fewer than two seeds succeeded with both revisions: see their rows; --again repeats them")
     *_, (split, (_, _, low, high)) = found.items()
-    before = f"the report on {' and '.join(earlier)} has scored, too" if earlier else "no report has scored before"
+    before = f"the report on {' and '.join(earlier)} has scored, too" if earlier else "no other report has scored"
     where = f"test, which {before}," if split == "test" else split
     verdict = "it holds up" if low > 0 else "it is a loss" if high < 0 else "it may be chance"
     level, then = (f"{100 * (1 - miss_of_look(n)):g}%" for n in (look, look + 1))
@@ -104,7 +104,7 @@ def gains(
     gain, error, *_ = found["val"]
     if (luck := min(logged, logged - gain)) > error:
         lines.append(f"Of the gain as logged, {luck:.4f} did not come back with new seeds.")
-    lines.append("The errors only cover seeds: another text would change the gains, too.")
+    lines.append("The errors cover seeds, not texts, and val is the text by which the night has chosen.")
     for row in (first, last):
         runs = good(rows, row["commit"])
         if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():

@@ -45,10 +45,10 @@ def about_night(rows: list[dict]) -> str:
     lines = [f"# {', '.join(place(rows[0]))}", count, f"Reference: {reference.commit}, {reference.subject}, {score}."]
     if noise.sd:
         deviation = f"The standard deviation {noise.whose} is {noise.sd:.4f}"
-        lines.append(f"{deviation}: `~` marks changes within noise, with one seed below {noise.band():.4f}.")
+        lines.append(f"{deviation}: `~` marks changes below two standard errors, with one seed {noise.band():.4f}.")
     lines.append(
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
-        "`likely`: what such a change is on average, by all of the night's, as the best of many is partly luck.\n"
+        "`likely`: a guess at its mean from all of the night's, as the best of many is partly luck.\n"
     )
     crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
     families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)

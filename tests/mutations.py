@@ -1285,7 +1285,7 @@ SECTIONS = [
         ("if other != name}", "}"),
         ("    if seeds > 1:\n        create_ref", "    if True:\n        create_ref"),
         ("""f"--merged={last['commit']}", """, ""),
-        ('lines.append("The errors only', 'str("The errors only'),
+        ('lines.append("The errors cover', 'str("The errors cover'),
         ("rows, split)) >= 2", "rows, split)) >= 3"),
     ]),
     ("Intervals", "night/intervals.py", ["test_report.py", "-k", "interval or however or lower or seeds_a_check"], [

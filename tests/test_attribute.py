@@ -377,7 +377,7 @@ def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, c
     clone.report("--attribute")
     output = capsys.readouterr().out
     number = r"([+-]\d[.\d]*)"
-    line = rf"^\| ([\w :]+) \| {number} \| {number} \| {number} \| 0\.\d+ \| ([\w ]+) \|$"
+    line = rf"^\| ([\w :]+) \| {number} \| {number} \| 0\.\d+ \| {number} \| ([\w ]+) \|$"
     found = re.findall(line, output, re.M)
     assert [(name, lines, verdict) for name, lines, _, _, verdict in found] == [
         ("real", "+0", "real"),
@@ -389,7 +389,8 @@ def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, c
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     lines = len(text.splitlines())
-    assert "3 real, 1 no evidence, 1 harmful. The pruned file lacks 2 of them. It may cost 0.0040, 10% of" in output
+    assert "Judged: 3 real, 1 no evidence, 1 harmful. `real`: on val; up to 10% of such verdicts are wrong." in output
+    assert "The pruned file lacks 2 of them. It may cost 0.0040, 10% of" in output
     assert f"Branch night-pruned has {lines - 2} lines, not {lines}." in output
     report = clone.written()
     assert "the gain's 97% confidence interval" in report and "\n## Which of the kept changes are real?\n" in report

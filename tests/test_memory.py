@@ -207,7 +207,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
     assert "9 experiments with 8 commits; 2 kept, 1 crashed." in told, told
-    assert "deviation of a seed is 0.0071: `~` marks changes within noise, with one seed below 0.0200." in told
+    assert "deviation of a seed is 0.0071: `~` marks changes below two standard errors, with one seed 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
     assert "- DEPTH: 3 -> 5 -0.0050~\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800* (likely -0.0797)\n" in told
     assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
@@ -225,9 +225,7 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
             harness.log_result(val_bpb=1.2 + 0.01 * i + luck, **row | one)
         told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
         assert ("between versions" in told) == (i >= 3), "needs three degrees of freedom"
-    assert (
-        "between versions with one seed is 0.0004: `~` marks changes within noise, with one seed below 0.0011" in told
-    )
+    assert "between versions with one seed is 0.0004: `~` marks" in told and ", with one seed 0.0011." in told
     assert "- DEPTH: 3 -> 5 -0.0050\n" in told, "noise only if each seed had its own luck"
     commit("again, seed 42", 1.296, "DEPTH = 3", "DEPTH = 5")
     told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)

@@ -257,13 +257,14 @@ def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
 
 
 def test_arms_are_told_apart_in_the_report(tmp_path, monkeypatch):
-    """Neither the baseline nor a run with another seed belongs to an arm."""
+    """Neither the baseline nor what measures the noise, nor a run with another seed belongs to an arm."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     row = dict(memory_gb=1.0, gpu="A", dataset="d")
     ideas = {
         "no tune tpe: a": 1.3,
         "tune tpe: A 1 -> 2": 1.2,
         "agent 2: x": 1.25,
+        "noise: constants x 0.999": 1.05,
         "tune tpe: A 1 -> 3": 1.1,
         "tune random: A": 0,
         "agent 3: tune random: B": 1.4,
@@ -278,5 +279,5 @@ def test_arms_are_told_apart_in_the_report(tmp_path, monkeypatch):
     found = arms(harness.read_results())
     assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
     assert not arms([row for row in harness.read_results() if row["status"] == "crash"])
-    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c3, tune tpe: A 1 -> 3."
+    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c4, tune tpe: A 1 -> 3."
     assert best_of("random", found["random"][:1]).endswith("none, all crashed.")

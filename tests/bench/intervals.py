@@ -77,6 +77,26 @@ def pruning(truth_of: Callable, rest: float, nights: int) -> np.ndarray:
     return np.mean(shares, 0)
 
 
+# ------------------------------------------------------------------------------------------- false verdicts
+def falsely_real(gain: int, idle: int, by_seed: float, nights: int) -> tuple[float, float]:
+    """Of changes called real, the mean share that is not, and the share of nights with one. `gain` changes gain 0.002,
+    `idle` ones nothing. by_seed: sd of what each gains between seeds."""
+    truth, shares = np.repeat([0.002, 0], [gain, idle]), []
+    for number in range(nights):
+        rng = np.random.default_rng(number)
+        effects = truth + rng.normal(0, by_seed, (4, len(truth)))  # for each seed
+
+        def measure(plan, seeds, effects=effects, rng=rng):
+            scores = (plan * effects[seeds]).sum(1, keepdims=True) + rng.normal(0, 0.0003, (len(plan), 2))
+            return plan, seeds, scores + rng.normal(0, SEED_SD, (4, 2))[seeds]
+
+        changes = [Change(str(i), 1) for i in range(len(truth))]
+        try_changes(changes, measure, 0.0, 0)
+        real = [change.verdict == "real" for change in changes]
+        shares.append(sum(real[gain:]) / max(1, sum(real)))
+    return float(np.mean(shares)), float(np.mean(np.array(shares) > 0))
+
+
 # --------------------------------------------------------------------------------------------------- the winner's curse
 def overstated(ideas: int, sd: float, nights: int) -> np.ndarray:
     """By how much gains seem larger than they are, of ideas that scored lower than the reference: as measured and as
@@ -107,6 +127,12 @@ def main() -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 pruned, loses = pruning(truth_of, rest, nights)
             print(f"| {name} | {rest} | {pruned:.1%} | {loses:.1%} |", flush=True)
+    print("\n| changes that gain, that do not | by seed | false among `real` | nights with one |")
+    print("| --- | --- | --- | --- |")
+    for gain, idle in ((1, 1), (3, 3), (0, 2), (0, 6)):
+        for by_seed in (0.0, 0.0003):
+            share, any_ = falsely_real(gain, idle, by_seed, nights)
+            print(f"| {gain}, {idle} | {by_seed} | {share:.1%} | {any_:.1%} |", flush=True)
     print("\n| ideas | sd of a difference | mean true gain of those that score lower | as measured | as shrunk |")
     print("| --- | --- | --- | --- | --- |")
     for ideas in (8, 30, 100):
