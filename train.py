@@ -46,7 +46,7 @@ ADAM_BETAS = (0.8, 0.98)
 MATRIX_DECAY = 0.1      # cautious weight decay of matrices, falls to 0
 VALUE_EMBED_DECAY = 0.003
 MOMENTUM = 0.9          # of Muon (Nesterov)
-FINAL_LR = 0.05         # LRs fall linearly to this fraction
+FINAL_LR = 0.05         # LRs fall to this fraction
 
 say_once = functools.cache(print)
 
@@ -66,7 +66,7 @@ class Config:  # saved with the weights
     num_experts: int = 0  # they replace half of the MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
     vocab_size: int = VOCAB_SIZE
-    eval_seq_len: int = 16384  # of scoring: few targets are near a row's start
+    eval_seq_len: int = 16384  # of scoring: few targets near a row's start
 
     def __post_init__(self):
         for rule in (
@@ -81,7 +81,7 @@ class Config:  # saved with the weights
 SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=128, eval_seq_len=1024,
-               device_batch_size=32, total_batch_size=2**12, ngram_rows=40_960)),  # no GPU
+               device_batch_size=32, total_batch_size=2**12, ngram_rows=40_960, ngram_lr=0.28)),  # no GPU
     (1e12, Config(depth=3, n_embd=384, ngram_lr=0.65)),
     (70e12, Config(depth=4, n_embd=384, ngram_lr=0.65)),
     (145e12, Config(depth=6, n_embd=512, device_batch_size=64, total_batch_size=2**16)),
