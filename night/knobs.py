@@ -12,7 +12,7 @@ from prepare import PrepareError
 
 SIZES = ("depth", "n_embd", "window", "total_batch_size")  # fields of Config to search unless --knobs names others;
 # with --tokens none, as they change what a token costs
-RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
+RATES = "(?i)LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
 
 
 class Knob(NamedTuple):
