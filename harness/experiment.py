@@ -82,7 +82,7 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         adopt_dataset(tokenizer.directory)
     print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
     if (size := tokenizer.get_vocab_size()) != VOCAB_SIZE:
-        why = "the text has no more, or it was edited: then run prepare.py again, with its --data"
+        why = "the text has no more, or that was edited: then run prepare.py again, with its --data"
         print(f"The vocabulary has {size} tokens, not VOCAB_SIZE = {VOCAB_SIZE}: {why}")
     handle_signals(on_signal)
     try:
