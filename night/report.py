@@ -21,6 +21,9 @@ from prepare import TIME_BUDGET, PrepareError
 
 def report(args: argparse.Namespace) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
+    import matplotlib  # noqa: F401
+    import scipy  # noqa: F401  better missed now than after all runs
+
     seeds = range(101, 101 + args.seeds)  # unlikely to have been used by experiments
     if len(seeds) < 2:
         raise PrepareError(f"--seeds must be at least 2, not {args.seeds}: one run has no standard error")

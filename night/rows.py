@@ -137,6 +137,12 @@ def kept(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row is first[row["commit"]] or row["by"] != "run"]
 
 
+def kept_before(rows: list[dict], commit: str) -> set[str]:
+    """The commits that were kept before a commit's first row: if they run again, they are no ideas to judge by it."""
+    first = next((i for i, row in enumerate(rows) if row["commit"] == commit), len(rows))
+    return {row["commit"] for row in rows[:first] if row["status"] == "keep"}
+
+
 def commit_with_row(revision: str, rows: list[dict]) -> str:
     """A revision's commit or, if that has no row, the last one with the same train.py that has one."""
     commit, names = commit_of(revision), [row["commit"] for row in rows]

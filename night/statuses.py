@@ -6,7 +6,19 @@ from collections.abc import Collection, Iterable
 
 import harness
 from night.git import in_history
-from night.rows import Kind, baseline, commit_with_row, elsewhere, good, grouped, kind_here, reference, run_name, scores
+from night.rows import (
+    Kind,
+    baseline,
+    commit_with_row,
+    elsewhere,
+    good,
+    grouped,
+    kept_before,
+    kind_here,
+    reference,
+    run_name,
+    scores,
+)
 from prepare import PrepareError
 
 
@@ -30,7 +42,8 @@ def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
         rows = [row for row in filter(kind.holds, log) if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
         last = {run_name(row): i for i, row in enumerate(rows)}
         end = last.get(run_name(base), 0)
-        ended = [rows[i] for i in sorted(last.values()) if i < end and rows[i]["commit"] in ideas]
+        new = {*ideas} - kept_before(list(filter(kind.holds, log)), base["commit"])
+        ended = [rows[i] for i in sorted(last.values()) if i < end and rows[i]["commit"] in new]
         better = [row for row in ended if good([row], row["commit"]) and row["val_bpb"] < base["val_bpb"]]
         move_to_end(log, change_status(better, "keep"))
 
@@ -71,5 +84,5 @@ def keep(args: argparse.Namespace) -> None:
         has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
         raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
-    if not in_history(good(kind.rows(), commit)):
+    if not args.discard and not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

@@ -21,7 +21,7 @@ from night.git import branch, read_train
 from night.knobs import SIZES, Knob, edit, read_knobs
 from night.loop import loop
 from night.proposals import accepted, live_row
-from night.rows import one_seed
+from night.rows import kind_here, one_seed, reference
 from night.run import train_options
 from night.show import last_place
 from prepare import PrepareError
@@ -33,7 +33,8 @@ SUBJECT = 100  # characters
 
 def tune(args: argparse.Namespace) -> None:
     """A loop whose agent is `propose`; with args.list, only prints the knobs."""
-    knobs = knobs_of(read_train("HEAD"), rows_of(args), args)
+    rows = rows_of(args)
+    knobs = knobs_of(read_train(reference(kind_here(args)) if rows else "HEAD"), rows, args)
     if args.list:
         return print(*knobs, sep="\n")
     import optuna  # noqa: F401  better missed now than in every trial

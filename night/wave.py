@@ -18,7 +18,7 @@ from night.git import in_history, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
 from night.records import Board, end_record, new_record
-from night.rows import Kind, good, grouped, reference, run_name, scores
+from night.rows import Kind, good, grouped, kept_before, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
@@ -226,6 +226,8 @@ def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reaso
         to_beat = None
     elif run.commit == base[0]:
         to_beat = math.inf
+    elif run.commit in kept_before(kind.rows(), base[0]):
+        to_beat = 0.0
     else:
         rivals = [other for other in good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]
         to_beat = scores(rivals).get(run.seed, 0.0)

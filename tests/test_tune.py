@@ -168,7 +168,9 @@ def test_sizes_are_those_of_the_last_run_and_by_tokens_none_is_searched_as_it_ma
 ):
     monkeypatch.setattr(tune, "rows_of", lambda args: ["row"])
     monkeypatch.setattr(tune, "live_row", lambda rows: 3 if rows == ["row"] else None)
-    monkeypatch.setattr(tune, "read_train", lambda commit: HOSTILE)
+    monkeypatch.setattr(tune, "kind_here", lambda args: "kind")
+    monkeypatch.setattr(tune, "reference", lambda kind: f"reference of {kind}")
+    monkeypatch.setattr(tune, "read_train", {"reference of kind": HOSTILE}.get)  # HEAD may be another file
     names = []
     for budget in ("--seconds=5", "--tokens=5"):
         tune.tune(parse(["tune", "--list", "--gpu=T4", budget]))

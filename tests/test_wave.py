@@ -270,6 +270,18 @@ def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(pla
     assert sorted(played.statuses()) == sorted(earlier + now)
 
 
+def test_an_earlier_reference_in_a_wave_is_compared_and_stays_behind(played):
+    """Though it is better with one seed, whether it has that row already or gets it now."""
+    played.commit(base="import sys\nresult(1.3 if '--seed=1' not in str(sys.argv) else 1.1)", idea="result(1.2)")
+    played.shell("git checkout -q base")
+    played.log("base", 1.3, to_beat=math.inf), played.log("base", 1.1, seed=2, to_beat=math.inf)
+    played.log("idea", 1.2, to_beat=1.3), played.log("idea", 1.2, seed=2, to_beat=0.0)
+    played.shell("git checkout -q idea")
+    for seeds in ("42,2", "42,1"):
+        played.wave("base", f"--seeds={seeds}")
+        assert rows.reference(played.kind) == played.shell("git rev-parse --short=7 idea")
+
+
 def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(played, capsys):
     played.commit(base="result(1.3)", idea="result(1.2)", worse="result(1.4)")
     played.shell("git checkout -q base")
