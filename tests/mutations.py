@@ -1424,7 +1424,7 @@ SECTIONS = [
     ("The statuses", "night/statuses.py", ["test_night.py", "-k", "go_back or overrul or uncommitted or word"], [
         ('found[-1:] if status == "keep" else found', 'found[-1:]'),
         ('found[-1:] if status == "keep" else', 'found[:1] if status == "keep" else'),
-        ('list(filter(kind.holds, log))', 'list(log)'),
+        ('rows = list(filter(kind.holds, log))', 'rows = list(log)'),
         ('if in_history([other for', 'if ([other for'),
         ('dict(row) if first else row', 'row'),
         ('if by == "person" or row["by"] != "person":', 'if True:'),
