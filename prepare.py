@@ -499,13 +499,14 @@ def documents(path: Path) -> Iterator[str | None]:
                 yield text
     else:
         data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if 4 * data.count(0) > len(data):
-            raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8")  # but UTF-16
+        refused = PrepareError(f"{path} is not UTF-8: convert it to UTF-8")
+        if 4 * data.count(0) > len(data):  # UTF-16
+            raise refused
         for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
             try:
                 yield document.decode().strip(BOM + "\n")
             except UnicodeDecodeError:
-                raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
+                raise refused from None
 
 
 def passages(text: str) -> list[str]:

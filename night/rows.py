@@ -11,7 +11,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from harness import crashed
-from night.git import commit_of, in_history, train_blobs
+from night.git import commit_of, in_history, with_train_of
 from night.pool import gpu_names
 from prepare import PrepareError
 
@@ -138,7 +138,9 @@ def kept(rows: list[dict]) -> list[dict]:
 
 
 def kept_before(rows: list[dict], commit: str) -> set[str]:
-    """The commits that were kept before a commit's first row: if they run again, they are no ideas to judge by it."""
+    """The commits in HEAD's history that were kept before a commit's first row: if they run again, they are no ideas to
+    judge by it."""
+    rows = in_history(rows)
     first = next((i for i, row in enumerate(rows) if row["commit"] == commit), len(rows))
     return {row["commit"] for row in rows[:first] if row["status"] == "keep"}
 
@@ -148,8 +150,7 @@ def commit_with_row(revision: str, rows: list[dict]) -> str:
     commit, names = commit_of(revision), [row["commit"] for row in rows]
     if commit in names:
         return commit
-    own, *blobs = train_blobs([commit, *names])
-    if same := [name for name, blob in zip(names, blobs, strict=False) if blob == own]:
+    if same := with_train_of(commit, names):
         print(f"{commit} has no row; {same[-1]} has the same train.py")
         return same[-1]
     if f"{commit}+" in names:

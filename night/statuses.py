@@ -39,10 +39,11 @@ def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
     """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, on its GPU, ended before it and
     beat it: their rows move to the end of the log."""
     with harness.edit_log() as log:
-        rows = [row for row in filter(kind.holds, log) if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
+        held = list(filter(kind.holds, log))
+        rows = [row for row in held if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
         last = {run_name(row): i for i, row in enumerate(rows)}
         end = last.get(run_name(base), 0)
-        new = {*ideas} - kept_before(list(filter(kind.holds, log)), base["commit"])
+        new = {*ideas} - kept_before(held, base["commit"])
         ended = [rows[i] for i in sorted(last.values()) if i < end and rows[i]["commit"] in new]
         better = [row for row in ended if good([row], row["commit"]) and row["val_bpb"] < base["val_bpb"]]
         move_to_end(log, change_status(better, "keep"))

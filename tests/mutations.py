@@ -1391,7 +1391,7 @@ SECTIONS = [
         ('return commit[:7] + ', 'return commit[:9] + '),
     ]),
     ("The commit to go back to", "night", ["test_night.py", "-k", "stays_the_reference"], [
-        ("if blob == own}", "}"),
+        ("if blob == own]", "]"),
         ("] for row in rows) and not good(rows, base):", "] for row in []):"),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
@@ -1408,7 +1408,7 @@ SECTIONS = [
         ("for row in reversed(rows)}", "for row in rows}"),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_memory.py", "-k", "commit_without_rows"], [
-        ("if blob == own]:", "]:"),
+        ("with_train_of(commit, names)", "names"),
         ("return same[-1]", "return commit"),
         ('if f"{commit}+" in names:', "if False:"),
     ]),
@@ -1431,8 +1431,11 @@ SECTIONS = [
         ('by="person"):', 'by="night"):'),
         ('not args.discard and not in_history(good(', 'not args.discard and in_history(good('),
     ]),
+    ("A wave", "night/rows.py", ["test_wave.py", "-k", "another_branch_before"], [
+        ("    rows = in_history(rows)\n", ""),
+    ]),
     ("A wave", "night/statuses.py", ["test_wave.py", "-k", "decides or its_mean or earlier_reference"], [
-        (" - kept_before(list(filter(kind.holds, log)), base[\"commit\"])", ""),
+        (" - kept_before(held, base[\"commit\"])", ""),
         ('row["val_bpb"] < base["val_bpb"]', 'row["val_bpb"] <= base["val_bpb"]'),
         ('(row["gpu"], row["seed"]) == (base["gpu"], base["seed"])', 'row["seed"] == base["seed"]'),
         ('(row["gpu"], row["seed"]) == (base["gpu"], base["seed"])', 'row["gpu"] == base["gpu"]'),

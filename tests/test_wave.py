@@ -282,6 +282,16 @@ def test_an_earlier_reference_in_a_wave_is_compared_and_stays_behind(played):
         assert rows.reference(played.kind) == played.shell("git rev-parse --short=7 idea")
 
 
+def test_what_was_kept_on_another_branch_before_the_reference_is_still_an_idea(played):
+    played.commit(base="result(1.3)", side="result(1.1)")
+    played.shell("git checkout -q base")
+    played.commit(merged="result(1.2)")
+    for name, val_bpb, to_beat in (("base", 1.3, math.inf), ("side", 1.1, 1.3), ("merged", 1.2, 1.3)):
+        played.log(name, val_bpb, to_beat=to_beat)
+    played.wave("side", "--seeds=1")
+    assert ("side, seed 1", "keep") in played.statuses()
+
+
 def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(played, capsys):
     played.commit(base="result(1.3)", idea="result(1.2)", worse="result(1.4)")
     played.shell("git checkout -q base")
