@@ -70,6 +70,8 @@ def this_gpu() -> GPU:
 
 def imitate(name: str | None = None) -> GPU:
     """The GPU that a run imitates (default: this one), with numerics that both support."""
+    if name == "cpu":  # CUDA is not asked, which would take memory of a GPU
+        return named_gpu(name)
     here = this_gpu()
     gpu = named_gpu(name) if name else here
     if None in (here.capability, gpu.capability):

@@ -18,6 +18,7 @@ from small_corpus import write_corpus
 
 import prepare
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not keep forks from using it
 # Git without the user's settings, which may sign commits, and without the repository of a hook that runs pytest
 for name in [name for name in os.environ if name.startswith("GIT_")]:
     del os.environ[name]

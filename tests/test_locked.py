@@ -1,5 +1,6 @@
 """Locked runs: whatever train.py's process does to itself, its row says what its model predicts, or why not."""
 
+import functools
 import json
 import math
 import os
@@ -338,13 +339,35 @@ def test_what_a_run_does_before_its_first_step_is_in_its_log(clone):
     assert float(seconds) >= 1.2
 
 
-def played(cls, tokenizer, splits=("val",), asked=None) -> dict:
+def in_a_fork(test):
+    """With a GPU, a test that forks runs in a process of its own: CUDA works in no fork of one that has used it."""
+
+    @functools.wraps(test)
+    def wrapped(**fixtures):
+        if not torch.cuda.is_available():
+            return test(**fixtures)
+        if torch.cuda.is_initialized():
+            pytest.skip("this process has used CUDA: run the test alone")
+        if not (pid := os.fork()):
+            try:
+                test(**fixtures)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    return wrapped
+
+
+def played(cls, tokenizer, splits=("val",), asked=None, device=torch.device("cpu")) -> dict:
     """What the row of a model says that another process has trained. asked: splits that it wants to be scored."""
-    referee = remote.Referee(list(splits), "cpu", math.inf)
+    referee = remote.Referee(list(splits), "cpu" if device.type == "cpu" else None, math.inf)
     if not (pid := os.fork()):
         os.environ["AUTORESEARCH_RUN"] = json.dumps(referee.record)
         try:
             remote.tell(tokens=0)
+            torch.set_default_device(device)
             model = cls(tokenizer.get_vocab_size())
             model.config = SimpleNamespace(device_batch_size=B, seq_len=T)
             remote.tell(tokens=9_000_000)
@@ -360,22 +383,26 @@ def played(cls, tokenizer, splits=("val",), asked=None) -> dict:
 
 
 @pytest.mark.parametrize("name", table(HONEST, ["attention", "dropout", "bf16", "writes_on_its_input", "hides_nan"]))
-def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
+@in_a_fork
+def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, device, monkeypatch, name):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     rel = 1e-3 if name in ("bf16", "fp16") else 1e-5
-    row = played(HONEST[name], tokenizer)
-    expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
-    assert row == dict(val_bpb=pytest.approx(expected, rel=rel), tokens_M=9.0, memory_gb=0.0)
+    row = played(HONEST[name], tokenizer, device=device)
+    with device:
+        expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
+    assert (row.pop("memory_gb") > 0) == (device.type == "cuda")
+    assert row == dict(val_bpb=pytest.approx(expected, rel=rel), tokens_M=9.0)
 
 
 THERE = FALSE.keys() - {"targets_of_the_caller"}  # there are no targets in this process
 
 
 @pytest.mark.parametrize("name", table(sorted(THERE), ["only_when_scored", "always_dropout", "loss"]))
-def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, monkeypatch, name):
+@in_a_fork
+def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, device, monkeypatch, name):
     cls, reason = FALSE[name]
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    row = played(cls, tokenizer)
+    row = played(cls, tokenizer, device=device)
     assert re.search(reason, row["reason"]) and row["val_bpb"] == 0.0
 
 
