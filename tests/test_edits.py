@@ -161,7 +161,7 @@ EDITS = {
     "frozen tables": replace(INIT, INIT.replace("\n", "\n        model.ngram_embeds.requires_grad_(False)\n", 1),
                              still="ngram"),
     "an average of the weights": Edit([
-        after("    optimizer, scaler = make_optimizer(model), make_scaler(model)\n",
+        after("    optimizer, scaler, config = make_optimizer(model), make_scaler(model), model.config\n",
               "    import copy\n    average = copy.deepcopy(model)\n"),
         ("        epochs_left = reset_tables(", """\
         with torch.no_grad():

@@ -360,9 +360,9 @@ def in_a_fork(test):
     return wrapped
 
 
-def played(cls, tokenizer, splits=("val",), asked=None, device=torch.device("cpu")) -> dict:
+def played(cls, tokenizer, splits=("val",), asked=None, device="cpu") -> dict:
     """What the row of a model says that another process has trained. asked: splits that it wants to be scored."""
-    referee = remote.Referee(list(splits), "cpu" if device.type == "cpu" else None, math.inf)
+    referee = remote.Referee(list(splits), "cpu" if str(device) == "cpu" else None, math.inf)
     if not (pid := os.fork()):
         os.environ["AUTORESEARCH_RUN"] = json.dumps(referee.record)
         try:
