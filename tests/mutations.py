@@ -544,6 +544,7 @@ SECTIONS = [
         ("0 < gpu.memory / 2 <", "0 < gpu.memory <"),
         ("0 < gpu.memory / 2 < config.ngram_rows", "gpu.memory / 2 < config.ngram_rows * (config.ngram_rows > 1000)"),
         ("while 0 < gpu.memory", "if 0 < gpu.memory"),
+        ("total_batch_size=2**16, ngram_rows=10_485_760", "total_batch_size=2**16, ngram_rows=1_310_720"),
         ("2 * config.n_embd * len(NGRAMS)", "2 * config.n_embd"),
     ]),
     ("The GPU", "harness", ["test_gpu.py"], [
@@ -561,6 +562,7 @@ SECTIONS = [
         ("peak, p.total_memory,", "peak, 0,"),
         ("return gpu._replace(capability=None)", 'return named_gpu("cpu")'),
         ("return gpu._replace(capability=None)", "return gpu"),
+        ('    if name == "cpu":  # CUDA', '    if name == "no":  # CUDA'),
         ("p.clock_rate / 1000", "p.clock_rate"),
         ("* 1e6 * share", "* 1e6"),
         ("FLOPS if known <= capability", "FLOPS if known[0] < capability[0]"),

@@ -202,6 +202,13 @@ def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine,
     assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, False))
 
 
+def test_gpu_cpu_does_not_ask_cuda(machine, monkeypatch):
+    """That would take memory of a GPU, which no fork of this process could use any more."""
+    machine("NVIDIA H200", (9, 0), 132, 1980)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert harness.pick_gpu("cpu")[0].type == "cpu"
+
+
 def test_a_hopper_without_fa3_is_another_kind_of_gpu_and_says_how_to_get_it(machine, capsys):
     install = "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
     for fa3, name in ((FLASH, "NVIDIA H200"), ("", "NVIDIA H200, without FA3")):

@@ -95,6 +95,8 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
         (25e12, 12.7, 2_621_440),  # an RTX 3060
         (25e12, 4, 655_360),
         (165e12, 16, 1_310_720),
+        (312e12, 42.4, 5_242_880),  # an A100 of 40 GB
+        (990e12, 150, 10_485_760),
         (0, 0, 40_960),
     ],
 )
