@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import math
 import statistics
-import sys
 import time
 
 from harness.record import write_record
@@ -22,7 +20,6 @@ class Clock:
     """
 
     OVERRUN = 3  # seconds past the budget: no step starts that would probably end later
-    HANG = 120  # seconds: a step that takes longer prints its stack traces and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         if not 0 < seconds < math.inf or (tokens is not None and tokens <= 0):
@@ -53,8 +50,6 @@ class Clock:
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        if sys.__stderr__:  # None under `2>&-`
-            faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
@@ -78,13 +73,8 @@ class Clock:
             synchronize()
             self.stopped = time.perf_counter()
             tell(tokens=self.tokens)
-            self.release()
             self._losses.read(last=True)
         return self.elapsed()
-
-    def release(self) -> None:
-        """Cancels the pending stack trace."""
-        faulthandler.cancel_dump_traceback_later()
 
 
 class LossReader:

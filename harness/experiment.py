@@ -93,7 +93,6 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             model.config = next(module.config for module in model.modules() if hasattr(module, "config"))
         summary, result = summarize(model, clock, device, tokenizer, numbers)
     except BaseException as error:
-        clock.release()
         reason = crash_reason(error)
         remote.tell(reason=reason)
         summary, result = {"status": "crash", "reason": reason}, dict(val_bpb=0.0, memory_gb=0.0, reason=reason)
