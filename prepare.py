@@ -112,8 +112,6 @@ class TokenStream:
     """The token shards of a split, as one sequence. PrepareError if one is missing or damaged."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}, only {', '.join(SPLITS)}")
         folder, count = tokenizer.directory, read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{folder} is incomplete: rerun the prepare.py command")
@@ -597,7 +595,7 @@ def make(data: str, num_shards: int | None) -> Path:
                 print(f"another prepare.py is working in {place}: waiting for it", flush=True)
                 lock(file, math.inf)
             if not is_ready(directory):
-                build(directory, texts(count), sorted(place.glob(f"{name}*")))
+                build(directory, texts(count))
     if read(current) != directory.name:
         with suppress(OSError), new_file(current) as file:  # a read-only cache still serves what it holds
             file.write(directory.name.encode() + b"\n")
@@ -628,27 +626,25 @@ def is_ready(directory: Path) -> bool:
     return False
 
 
-def build(directory: Path, sources: Texts, siblings: list[Path]) -> None:
-    """Makes or links what is missing. siblings: folders of the same dataset with other numbers of shards."""
+def build(directory: Path, sources: Texts) -> None:
+    """Makes what is missing or damaged."""
     directory.mkdir(exist_ok=True)
+    sources = iter(sources)
+    texts = next(sources)
+    try:
+        tokenizer = Tokenizer(directory)
+    except PrepareError:
+        Tokenizer.train(texts, directory / "tokenizer.txt")
+        tokenizer = Tokenizer(directory)
     train_names = (SHARD("train", i) for i in itertools.count())
-    names = itertools.chain(["tokenizer.txt", SHARD("test", 0), SHARD("val", 0)], train_names)
     train_shards = 0
-    for texts, name in zip(sources, names, strict=False):
-        path, train = directory / name, name.startswith("train")
-        for sibling in siblings:
-            with suppress(OSError):  # it exists here, or not there, or the file system has no links
-                os.link(sibling / name, path)
+    for texts, name in zip(sources, itertools.chain([SHARD("test", 0), SHARD("val", 0)], train_names), strict=False):
+        train = name.startswith("train")
         train_shards += train
         try:
-            tokenizer = Tokenizer(directory)
-            if name != "tokenizer.txt":
-                open_shard(path, tokenizer.fingerprint, verify=True)
+            open_shard(directory / name, tokenizer.fingerprint, verify=True)
         except PrepareError:
-            if name == "tokenizer.txt":
-                Tokenizer.train(texts, path)
-            else:
-                tokenize(texts, path, tokenizer, math.inf if train else EVAL_TOKENS + 1)
+            tokenize(texts, directory / name, tokenizer, math.inf if train else EVAL_TOKENS + 1)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % train_shards)
 
