@@ -1,7 +1,6 @@
 """harness/: clock and log do what train.py and the night count on."""
 
 import csv
-import io
 import itertools
 import json
 import math
@@ -300,24 +299,14 @@ def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
 
 
 def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
-    """Its analysis.ipynb takes five columns by name, turns two into numbers, counts each status in capitals, and draws
-    all but crashes over their number, the kept ones with their descriptions."""
+    """Its analysis.ipynb takes five columns by name, and turns two of them into numbers."""
     for val_bpb, fields in ((1.3, {}), (1.35, {}), (0.0, {"reason": "NaN at step 3"}), (1.2, {"description": "nan"})):
         log(val_bpb, **fields)
     log(1.21, report=True, test_bpb=1.25)
-    lines = log.path.read_text("utf-8").splitlines()
-    rows = list(csv.DictReader(lines, delimiter="\t"))
+    rows = list(csv.DictReader(log.path.read_text("utf-8").splitlines(), delimiter="\t"))
     assert list(rows[0])[:5] == ["commit", "val_bpb", "memory_gb", "status", "description"]
-    counts = [row["status"].strip().upper() for row in rows]
-    assert counts == ["KEEP", "DISCARD", "CRASH", "KEEP", "REPORT"]
-    valid = [row for row in rows if row["status"].strip().upper() != "CRASH"]
-    assert [float(row["val_bpb"]) for row in valid] == [1.3, 1.35, 1.2, 1.21] and float(rows[2]["memory_gb"]) == 0
-    kept = [float(row["val_bpb"]) for row in rows if row["status"] == "keep"]
-    assert min(kept) < kept[0] == float(rows[0]["val_bpb"]), "the gain over the first row"
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.read_csv(log.path, sep="\t")
-    numbers = frame[["val_bpb", "memory_gb"]].apply(pandas.to_numeric, errors="coerce")
-    assert numbers.notna().all(axis=None) and frame["status"].str.upper().tolist() == counts
+    assert [row["status"] for row in rows] == ["keep", "discard", "crash", "keep", "report"]
+    assert [float(row["val_bpb"]) for row in rows] == [1.3, 1.35, 0, 1.2, 1.21] and float(rows[2]["memory_gb"]) == 0
 
 
 def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_commit(tmp_path, monkeypatch, capsys):
@@ -435,16 +424,6 @@ def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(lo
     assert path.is_dir() == (content == "a folder") and (not path.is_file() or path.read_text() == content)
     error = capsys.readouterr().err
     assert re.search(r"cannot take this row .*, it is nowhere else:\n", error) and error.endswith(NOW)
-
-
-def test_a_row_on_another_dataset_is_written_though_nobody_reads_what_is_printed(log, monkeypatch):
-    log(1.5)
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True))
-    with pytest.raises(BrokenPipeError):
-        print("here")
-    assert log(1.9, dataset="embedded-1") == "keep" and len(harness.read_results(log.path)) == 2
 
 
 def test_half_a_row_is_never_written(log):
@@ -646,21 +625,6 @@ def test_a_row_that_the_file_cannot_take_waits_in_the_journal_and_is_put_back(lo
     assert described(log) == ["a", "b", "c"], "for whoever reads"
     log.path.write_text(text)
     assert described(log) == ["a", "b", "c"] and log.path.read_text().count("\n") == 4
-
-
-def test_a_row_on_a_full_disk_waits_in_the_journal(log, git, tmpfs):
-    """The log is a link to a disk that is full."""
-    log(1.3, description="a")
-    (tmpfs / "results.tsv").write_text(log.path.read_text())
-    log.path.unlink()
-    log.path.symlink_to(tmpfs / "results.tsv")
-    fill = subprocess.run(f"head -c 2M /dev/zero > {tmpfs}/fill; truncate -s 4096 {tmpfs}/results.tsv", shell=True)
-    assert fill.returncode == 0
-    (tmpfs / "results.tsv").write_text(HEADER + ROW.replace("before", "x" * (4096 - len(HEADER + ROW) + 6)))
-    log(1.2, description="b")
-    assert "b" not in (tmpfs / "results.tsv").read_text().split("\t")
-    (tmpfs / "fill").unlink()
-    assert described(log)[-1] == "b" and "b" in (tmpfs / "results.tsv").read_text().split("\t")
 
 
 @pytest.mark.parametrize("fault", ["a folder", "a link to nowhere", "half a line"])
