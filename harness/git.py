@@ -13,7 +13,6 @@ from harness.record import night_record
 from prepare import read
 
 DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
-IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+import\b|import\s+([\w., ]+))", re.M)
 
 
 def git_head() -> tuple[str, str]:
@@ -62,7 +61,7 @@ def with_imports(names: list[str]) -> list[str]:
     root, found = harness.RESULTS.parent, [*names]
     for name in found:  # which grows
         text = "\n".join(map(read, [root / name, *(root / name).rglob("*.py")]))
-        words = {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", " ".join(line))}
+        words = set(re.findall(r"\w+", " ".join(re.findall(r"^\s*(?:from|import) .*", text, re.M))))
         there = [f"{word}.py" for word in words if (root / f"{word}.py").is_file()]
         there += [word for word in words if any((root / word).glob("*.py"))]
         found += {*there}.difference(found)
