@@ -78,15 +78,6 @@ def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_ref
         Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
 
 
-def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
-    assert ids[0] == ids[2] != ids[1]
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    prepare.DATASET.unlink()
-    assert ids[1] == prepare.dataset_id()
-
-
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")

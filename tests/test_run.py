@@ -531,7 +531,7 @@ MOMENTS = {  # edit; description of the row; exit status
     "before the row": ("replace(summary, 'process_seconds', lambda real: send(15) or real())", "[killed]", 143),
     "while it is written": (WRITING, "", 0),
     "while that of an interrupt is": (
-        f"{WRITING}replace(harness.Clock, 'release', lambda real, clock: send(NUMBER) or real(clock))\n"
+        f"{WRITING}replace(experiment, 'crash_reason', lambda real, error: send(NUMBER) or real(error))\n"
         "at_step(5, lambda loss: send(15) or loss)",
         *("[killed]", 143),
     ),
