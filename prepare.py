@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import errno
 import fcntl
 import hashlib
 import io
@@ -28,7 +27,6 @@ import shutil
 import struct
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,8 +112,6 @@ class TokenStream:
     """The token shards of a split, as one sequence. PrepareError if one is missing or damaged."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}, only {', '.join(SPLITS)}")
         folder, count = tokenizer.directory, read(tokenizer.directory / "train_shards")
         if not re.fullmatch("[1-9][0-9]{0,4}", count):
             raise PrepareError(f"{folder} is incomplete: rerun the prepare.py command")
@@ -168,10 +164,7 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
 
 # ---- Cache
 def cache_dir() -> Path:
-    try:
-        return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
-    except RuntimeError:
-        raise PrepareError("you have no home directory: set AUTORESEARCH_CACHE to a folder") from None
+    return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
 
 
 def current_dataset() -> Path:
@@ -199,7 +192,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Writes a binary file atomically and durably: `path` appears, or is replaced, once all of it is on disk."""
+    """Writes a binary file atomically: `path` appears, or is replaced, once all of it is on disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
@@ -207,26 +200,9 @@ def new_file(path: Path) -> Iterator:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.replace(temporary, path)
-        except OSError as error:
-            if error.errno != errno.EBUSY:  # a file that is mounted, as in a container, can only be written in place
-                raise
-            shutil.copyfile(temporary, path)
-            sync(path)
-        with suppress(OSError):  # some file systems cannot sync a folder
-            sync(path.parent)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of files, is on disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def lock(file, patience: float) -> bool:
@@ -374,13 +350,12 @@ def find_folder(folder: Path) -> tuple[str, list, Callable]:
     if not folder.is_dir():
         problem = f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}"
         raise PrepareError(f"{problem}: check the spelling, or give a file's folder")
-    usable = os.R_OK | os.X_OK  # rglob() passes over other folders without a word
-    files = (p for p in sorted(folder.rglob("*")) if p.is_symlink() or not (p.is_dir() and os.access(p, usable)))
+    files = (p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir())  # links are not followed
     if (cache := cache_dir().resolve()).is_relative_to(folder):  # what was made from this text is not part of it
         files = (p for p in files if not p.is_relative_to(cache))
     names = {path: path.relative_to(folder).as_posix() for path in files}
+    names = {path: name for path, name in names.items() if "/." not in f"/{name}"}  # without hidden files
     paths = [path for path in names if path.suffix.lower() in (".parquet", ".txt") and path.is_file()]
-    paths = [path for path in paths if "/." not in f"/{names[path]}"]
     if not paths:
         raise PrepareError(f"no .parquet or .txt files in {folder}: convert what is there, or give another folder")
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
@@ -389,7 +364,7 @@ def find_folder(folder: Path) -> tuple[str, list, Callable]:
     parquet = [path for path in paths if path.parent == folder and is_parquet(path)]
     if climbmix_like := {VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}:
         paths = sorted(parquet, key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
-    if skipped := sorted({re.sub(r"((^|/)\.[^/]*)/.*", r"\1", names[path]) for path in names.keys() - set(paths)}):
+    if skipped := sorted(names[path] for path in names.keys() - set(paths)):
         print(f"in {folder}, not read ({len(skipped)}): {', '.join(skipped):.1000}")
     hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
     if climbmix_like:
@@ -442,16 +417,12 @@ def part_texts(parts: list[tuple], repo: str = "") -> Texts:
 def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. A long .txt
     is first cut into spans of a twentieth of all text; not into pages, as one between two of train's is too easy."""
-    total = sum(len(text) for path in paths for text in documents(path) if text)
-    longest, divided = max(PASSAGE, total // 20), set()
+    longest = max(PASSAGE, sum(len(text) for path in paths for text in documents(path) if text) // 20)
 
     def hashed():
         for path in paths:
             for text in filter(None, documents(path)):
-                spans = [[text]] if is_parquet(path) else [*batches(passages(text), longest)]
-                if len(spans) > 1:
-                    divided.add(path.name)
-                for span in spans:
+                for span in [[text]] if is_parquet(path) else batches(passages(text), longest):
                     yield hashlib.sha256("".join(span).encode()).digest()[:8], span
 
     def in_order(chosen):
@@ -461,11 +432,8 @@ def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     sizes = {digest: sum(map(len, span)) for digest, span in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        raise PrepareError(
-            f"{len(order)} different documents are too few for three splits: give more text, in more files or rows"
-        )
-    if divided:
-        print(f"split by spans of {longest:,} characters, a twentieth of all text: {', '.join(sorted(divided)):.1000}")
+        problem = f"{len(order)} different documents are too few for three splits"
+        raise PrepareError(f"{problem}: give more text, in more files or rows")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield in_order(test)
@@ -498,15 +466,12 @@ def documents(path: Path) -> Iterator[str | None]:
             if skip.isdisjoint(name.parts) and (text := (path / name).read_text("utf-8-sig", "replace")):
                 yield text
     else:
-        data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        refused = PrepareError(f"{path} is not UTF-8: convert it to UTF-8")
-        if 4 * data.count(0) > len(data):  # UTF-16
-            raise refused
-        for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
-            try:
+        data = path.read_bytes().replace(b"\r\n", b"\n")
+        try:
+            for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
                 yield document.decode().strip(BOM + "\n")
-            except UnicodeDecodeError:
-                raise refused from None
+        except UnicodeDecodeError:
+            raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
 
 
 def passages(text: str) -> list[str]:
@@ -548,24 +513,13 @@ class Unreachable(PrepareError):
 
 @cache
 def check_hub(endpoint: str) -> None:
-    """Raises Unreachable if the hub does not answer within 6 s. Asks in a thread, as a DNS lookup has no timeout."""
+    """Raises Unreachable if the hub does not answer."""
     from huggingface_hub.utils import get_session
 
-    problem = "no answer within 6 s"
-
-    def ask():
-        nonlocal problem
-        try:
-            get_session().head(endpoint, timeout=5)
-            problem = ""
-        except Exception as error:
-            problem = one_line(error)
-
-    thread = threading.Thread(target=ask, daemon=True)  # the process does not wait for it
-    thread.start()
-    thread.join(timeout=6)
-    if problem:
-        raise Unreachable(f"cannot reach {endpoint} ({problem}): go online, {ELSEWHERE}")
+    try:
+        get_session().head(endpoint, timeout=5)
+    except Exception as error:
+        raise Unreachable(f"cannot reach {endpoint} ({one_line(error)}): go online, {ELSEWHERE}") from None
 
 
 def download(path: Path, repo: str) -> None:
@@ -587,10 +541,8 @@ def download(path: Path, repo: str) -> None:
                 raise
             path.unlink(missing_ok=True)  # not parquet
             cause = error.__cause__ or error
-            response = getattr(cause, "response", None)
-            status = getattr(response, "status_code", 0)
-            reason = getattr(response, "headers", {}).get("X-Error-Message")  # the hub's own
-            problem = f"{path.name} of {repo}: {f'{status}, {reason}' if reason else one_line(cause)}"
+            status = getattr(getattr(cause, "response", None), "status_code", 0)
+            problem = f"{path.name} of {repo}: {one_line(cause)}"
         if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
             login = "renew or unset HF_TOKEN (or `hf auth logout`), " if status in (401, 403) else ""
             raise PrepareError(f"{problem}; {login}run again, {ELSEWHERE}")
@@ -604,8 +556,6 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
-    if data == "":
-        raise PrepareError("--data is empty, as if from a variable that is not set: name a dataset or a folder")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
     if wanted == "embedded" and not data:  # perhaps only as there was no network
@@ -628,12 +578,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
         print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
-        try:
-            DATASET.write_text(directory.name)
-        except OSError as error:
-            if own or read(cache_dir() / "current") != directory.name:
-                raise
-            print(f"{one_line(error)}: this clone trains on what {cache_dir()} names as `current`")
+        DATASET.write_text(directory.name)
     return directory
 
 
@@ -650,7 +595,7 @@ def make(data: str, num_shards: int | None) -> Path:
                 print(f"another prepare.py is working in {place}: waiting for it", flush=True)
                 lock(file, math.inf)
             if not is_ready(directory):
-                build(directory, texts(count), sorted(place.glob(f"{name}*")))
+                build(directory, texts(count))
     if read(current) != directory.name:
         with suppress(OSError), new_file(current) as file:  # a read-only cache still serves what it holds
             file.write(directory.name.encode() + b"\n")
@@ -681,27 +626,25 @@ def is_ready(directory: Path) -> bool:
     return False
 
 
-def build(directory: Path, sources: Texts, siblings: list[Path]) -> None:
-    """Makes or links what is missing. siblings: folders of the same dataset with other numbers of shards."""
+def build(directory: Path, sources: Texts) -> None:
+    """Makes what is missing or damaged."""
     directory.mkdir(exist_ok=True)
+    sources = iter(sources)
+    texts = next(sources)
+    try:
+        tokenizer = Tokenizer(directory)
+    except PrepareError:
+        Tokenizer.train(texts, directory / "tokenizer.txt")
+        tokenizer = Tokenizer(directory)
     train_names = (SHARD("train", i) for i in itertools.count())
-    names = itertools.chain(["tokenizer.txt", SHARD("test", 0), SHARD("val", 0)], train_names)
     train_shards = 0
-    for texts, name in zip(sources, names, strict=False):
-        path, train = directory / name, name.startswith("train")
-        for sibling in siblings:
-            with suppress(OSError):  # it exists here, or not there, or the file system has no links
-                os.link(sibling / name, path)
+    for texts, name in zip(sources, itertools.chain([SHARD("test", 0), SHARD("val", 0)], train_names), strict=False):
+        train = name.startswith("train")
         train_shards += train
         try:
-            tokenizer = Tokenizer(directory)
-            if name != "tokenizer.txt":
-                open_shard(path, tokenizer.fingerprint, verify=True)
+            open_shard(directory / name, tokenizer.fingerprint, verify=True)
         except PrepareError:
-            if name == "tokenizer.txt":
-                Tokenizer.train(texts, path)
-            else:
-                tokenize(texts, path, tokenizer, math.inf if train else EVAL_TOKENS + 1)
+            tokenize(texts, directory / name, tokenizer, math.inf if train else EVAL_TOKENS + 1)
     with new_file(directory / "train_shards") as file:
         file.write(b"%d\n" % train_shards)
 

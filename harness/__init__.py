@@ -8,8 +8,7 @@ from pathlib import Path
 from harness.clock import Clock
 from harness.columns import COLUMNS, HEADER, SEED, budget_name, clean, crashed, parse_row, seed
 from harness.device import pick_gpu
-from harness.ending import crash_reason, handle_signals
-from harness.experiment import run
+from harness.experiment import crash_reason, handle_signals, run
 from harness.git import DECISIVE, clean_environment, git_head, git_problem, run_git, uncommitted
 from harness.gpu import GPU, GPUS, fa3_installed, gpu_name, load_fa3, named_gpu, peak_flops, this_gpu
 from harness.log import add_row, edit_log, log_result, parse_log, read_results

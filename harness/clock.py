@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import math
 import statistics
-import sys
 import time
 
 from harness.record import write_record
@@ -22,7 +20,6 @@ class Clock:
     """
 
     OVERRUN = 3  # seconds past the budget: no step starts that would probably end later
-    HANG = 120  # seconds: a step that takes longer prints its stack traces and goes on
 
     def __init__(self, seconds: float = TIME_BUDGET, tokens: int | None = None):
         if not 0 < seconds < math.inf or (tokens is not None and tokens <= 0):
@@ -31,7 +28,9 @@ class Clock:
         self.steps = self.tokens = 0
         self.started = self.stopped = None
         self._step_began = 0.0  # when the current step began, in seconds after start()
-        self._losses = LossReader()
+        self._unread = None  # the loss of the last step, and what its line says
+        self._losses = []  # those since the last printed line
+        self._line = -1  # last progress tick printed (of 200)
 
     def start(self) -> None:
         gc.collect()
@@ -53,8 +52,6 @@ class Clock:
         return self.tokens * (1 / progress - 1) if progress > 0.05 else math.inf
 
     def running(self) -> bool:
-        if sys.__stderr__:  # None under `2>&-`
-            faulthandler.dump_traceback_later(self.HANG, file=sys.__stderr__)
         if self.limit:
             return self.tokens < self.limit
         elapsed = self.elapsed()
@@ -64,13 +61,19 @@ class Clock:
     def advance(self, tokens: int, loss, epoch: int, lr: float | None = None) -> None:
         """Call after each step. loss: scalar tensor, best on the device, or a number, for which the host has waited;
         epoch: of the training text; lr: for curve.tsv. Raises FloatingPointError, a step late, unless loss < 100."""
+        import torch
+
         assert self.started is not None, "train() must start the clock before its first step"
         if self.limit is None and self._step_began >= self.seconds:
             raise RuntimeError(f"a step began {self._step_began:.0f} s into a budget of {self.seconds:.0f} s")
         self.tokens += tokens
         self.steps += 1
         now = self._step_began = self.elapsed()
-        self._losses.add(loss, self.progress(), self.steps, now, self.tokens, epoch, lr)
+        loss = torch.as_tensor(loss).detach()
+        host = loss.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
+        self._read_loss()
+        self._unread = host, copied, self.progress(), self.steps, now, self.tokens, epoch, lr
 
     def stop(self) -> float:
         """Waits for the last step, checks its loss and returns the training time in seconds."""
@@ -78,51 +81,27 @@ class Clock:
             synchronize()
             self.stopped = time.perf_counter()
             tell(tokens=self.tokens)
-            self.release()
-            self._losses.read(last=True)
+            self._read_loss(last=True)
         return self.elapsed()
 
-    def release(self) -> None:
-        """Cancels the pending stack trace."""
-        faulthandler.cancel_dump_traceback_later()
-
-
-class LossReader:
-    """Reads losses one step late, so that the host never waits for the step it has just launched. Prints a line per
-    1/200 of the budget, with the mean loss since the last one, and adds it to curve.tsv."""
-
-    def __init__(self):
-        self.pending = None  # the last step, whose loss is unread
-        self.losses = []  # those since the last printed line
-        self.line = -1  # last progress tick printed (of 200)
-
-    def add(self, loss, *step) -> None:
-        """Reads the loss of the step before. step: progress, number, seconds, tokens, epoch, lr."""
-        import torch
-
-        loss = torch.as_tensor(loss).detach()
-        host = loss.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None  # host holds the loss after this
-        self.read()
-        self.pending = host, copied, *step
-
-    def read(self, last: bool = False) -> None:
-        """Raises FloatingPointError unless loss < 100."""
-        if self.pending is None:
+    def _read_loss(self, last: bool = False) -> None:
+        """Reads the loss of the step before: the host never waits for the step that it has just launched. Prints a line
+        per 1/200 of the budget, with the mean loss since the last one, and adds it to curve.tsv."""
+        if self._unread is None:
             return
-        host, copied, progress, step, now, tokens, epoch, lr = self.pending
+        host, copied, progress, step, now, tokens, epoch, lr = self._unread
         if copied is not None:
             copied.synchronize()
         loss = host.item()
         if not loss < 100:  # NaN included
             raise FloatingPointError(f"{'NaN' if math.isnan(loss) else f'loss {loss:.4g}'} at step {step}")
-        self.losses.append(loss)
-        if last or int(200 * progress) > self.line:
-            mean, rate = statistics.fmean(self.losses), "" if lr is None else f"{lr:.6g}"
+        self._losses.append(loss)
+        if last or int(200 * progress) > self._line:
+            mean, rate = statistics.fmean(self._losses), "" if lr is None else f"{lr:.6g}"
             line = f"step {step:05d} ({100 * progress:.1f}%) | loss {mean:.4f} | {tokens / now:,.0f} tok/s"
             print(f"{line} | epoch {epoch} | {now:.0f} s", flush=True)
             write_record("curve.tsv", f"{step}\t{now:.2f}\t{tokens}\t{mean:.4f}\t{rate}\n", "a")
-            self.losses, self.line = [], int(200 * progress)
+            self._losses, self._line = [], int(200 * progress)
 
 
 def synchronize() -> None:

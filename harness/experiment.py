@@ -6,24 +6,26 @@ import argparse
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import harness
 from harness import remote
 from harness.clock import Clock
 from harness.columns import SEED, budget_name, clean, seed
 from harness.device import pick_gpu
-from harness.ending import crash_reason, handle_signals, on_signal
-from harness.git import git_head
+from harness.git import git_head, script
 from harness.gpu import GPU, gpu_name
 from harness.log import log_result
 from harness.record import night_record, write_record
 from harness.summary import summarize
-from harness.warmup import start_compiler
+from harness.warmup import is_out_of_memory, start_compiler
 from harness.weights import load_weights, sample, save_weights
 from prepare import TIME_BUDGET, VOCAB_SIZE, PrepareError, Tokenizer, adopt_dataset, dataset_id, patient_output
 
@@ -93,7 +95,6 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
             model.config = next(module.config for module in model.modules() if hasattr(module, "config"))
         summary, result = summarize(model, clock, device, tokenizer, numbers)
     except BaseException as error:
-        clock.release()
         reason = crash_reason(error)
         remote.tell(reason=reason)
         summary, result = {"status": "crash", "reason": reason}, dict(val_bpb=0.0, memory_gb=0.0, reason=reason)
@@ -122,3 +123,33 @@ def new_row(args: argparse.Namespace, tokenizer: Tokenizer) -> dict:
     budget = budget_name(args.seconds, args.tokens)
     gpu = gpu_name(args.gpu)
     return dict(commit=commit, description=description, gpu=gpu, dataset=dataset, budget=budget, seed=args.seed)
+
+
+def handle_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # leave it ignored under nohup
+            signal.signal(number, handler)
+
+
+def on_signal(number, frame):
+    """Ends the run by an exception, so that it leaves a crash row."""
+    handle_signals(signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def crash_reason(error: BaseException) -> str:
+    """`out of memory`, `NaN at step 40`, or the error's type with train.py's two innermost lines: if Linear.forward
+    fails on a wrong shape, its caller is the line to fix."""
+    if isinstance(error, SystemExit):
+        reasons = {129: "terminal closed", 130: "interrupted", 143: "killed"}
+        return reasons.get(error.code, f"exit status {error.code}")
+    if is_out_of_memory(error):
+        return "out of memory"
+    if isinstance(error, (FloatingPointError, PrepareError)):
+        return str(error)
+    frames, name = traceback.extract_tb(error.__traceback__), script()
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == name]
+    # torch.compile names them in its message
+    lines += re.findall(rf'File ".*{re.escape(name)}", line (\d+)', str(error))
+    where = ", called from".join(f" line {line}" for line in lines[:-3:-1])
+    return type(error).__name__ + where

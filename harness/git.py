@@ -6,15 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import harness
-from harness.record import night_record, process_seconds
+from harness.record import night_record
 from prepare import read
 
 DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
-IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+import\b|import\s+([\w., ]+))", re.M)
 
 
 def git_head() -> tuple[str, str]:
@@ -30,7 +28,6 @@ def git_head() -> tuple[str, str]:
         names, ran = uncommitted(), script()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
         notes += f" (ran {ran})" if ran != "train.py" else ""
-        notes += " (changed while it started)" if changed_since_start() else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
         print(f"no commit in this row: {' '.join(git_problem(error).split())}", file=sys.stderr)
@@ -42,20 +39,10 @@ def git_problem(error: Exception) -> str:
     return (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
 
 
-def main_file() -> Path:
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
-
-
 def script() -> str:
     """The file of this clone that is running, such as a copy of train.py; else train.py."""
-    main = main_file()
+    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
     return main.name if main.is_file() and main.parent == harness.RESULTS.parent else "train.py"
-
-
-def changed_since_start() -> bool:
-    """Whether the script has been written to since this process began, and so may not be what it has read."""
-    main, began = main_file(), time.time() - process_seconds() + 0.1  # both times are coarse
-    return main.name == script() and main.is_file() and main.stat().st_mtime > began
 
 
 def uncommitted() -> list[str]:
@@ -74,7 +61,7 @@ def with_imports(names: list[str]) -> list[str]:
     root, found = harness.RESULTS.parent, [*names]
     for name in found:  # which grows
         text = "\n".join(map(read, [root / name, *(root / name).rglob("*.py")]))
-        words = {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", " ".join(line))}
+        words = set(re.findall(r"\w+", " ".join(re.findall(r"^\s*(?:from|import) .*", text, re.M))))
         there = [f"{word}.py" for word in words if (root / f"{word}.py").is_file()]
         there += [word for word in words if any((root / word).glob("*.py"))]
         found += {*there}.difference(found)

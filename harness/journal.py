@@ -60,19 +60,22 @@ def append(file, lines: list[str]) -> None:
 
 def repair(log: list[dict], journal: list[dict]) -> int:
     """Puts back the rows that a log has lost, and each status that a person had decided; returns how many rows that
-    were. Also puts all rows in order, as somebody may have sorted them. A log with rows, but none of the journal's, is
-    another log that somebody put there: it stays as it is."""
-    free = defaultdict(list)  # places in the journal that no row of the log has taken; rows can be alike
-    for i, row in enumerate(journal):
-        free[identity(row)].append(i)
-    if log and not any(identity(row) in free for row in log):
+    were. Also puts all rows in the journal's order, as somebody may have sorted them. A log with rows, but none of the
+    journal's, is another log that somebody put there: it stays as it is."""
+    found = defaultdict(list)  # the log's rows; some can be alike
+    for row in log:
+        found[identity(row)].append(row)
+    if log and not any(identity(row) in found for row in journal):
         return 0
-    decided = {identity(row): row for row in journal if row["by"] == "person"}
-    overruled = [row for row in log if identity(row) in decided and row["by"] != "person"]
-    for row in overruled:
-        row |= {key: decided[identity(row)][key] for key in ("status", "by")}
-    places = [(free[identity(row)] or [len(journal)]).pop(0) for row in log]
-    lost = sorted(itertools.chain(*free.values()))
-    log += [journal[i] for i in lost]
-    log[:] = [row for _, row in sorted(zip([*places, *lost], log, strict=True), key=lambda pair: pair[0])]
-    return len(lost) + len(overruled)
+    ordered, restored = [], 0
+    for row in journal:
+        if not found[identity(row)]:
+            ordered.append(row)
+            restored += 1
+            continue
+        ordered.append(own := found[identity(row)].pop(0))
+        if row["by"] == "person" and own["by"] != "person":
+            own |= {key: row[key] for key in ("status", "by")}
+            restored += 1
+    log[:] = itertools.chain(ordered, *found.values())
+    return restored

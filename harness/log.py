@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,21 +28,17 @@ def read_results(path: str | Path | None = None) -> list[dict]:
 
 
 def parse_log(text: str) -> tuple[list[dict], list[str], bool]:
-    """The rows of a log, its other lines, and whether its first line, and no other, is today's header. ValueError
-    without a header."""
-    lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else []
-    headers = [LAYOUTS.get(line.rstrip("\r")) for line in lines]  # several if logs were joined
-    columns, rows, others = next(filter(None, headers), None), [], []
-    if lines and not columns:
+    """The rows of a log, its other lines, and whether its header is today's. ValueError without a header."""
+    header, *lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n") if text else [HEADER]
+    columns, rows, others = LAYOUTS.get(header.rstrip("\r")), [], []
+    if not columns:
         raise ValueError(f"its first line must be `{' '.join(COLUMNS)}`, separated by tabs: put that there")
-    for line, header in zip(lines, headers, strict=True):
-        if header:
-            columns = header
-        elif row := parse_row(line, columns):
+    for line in lines:
+        if row := parse_row(line, columns):
             rows.append(row)
         else:
             others.append(line)
-    return rows, others, headers[:1] in ([], [COLUMNS]) and not any(headers[1:])
+    return rows, others, columns == COLUMNS
 
 
 @contextmanager
@@ -56,10 +51,8 @@ def edit_log(path: str | Path | None = None) -> Iterator[list[dict]]:
     path = Path(path or harness.RESULTS)
     journal, problem, rows = journal_of(path), None, []
     if not os.path.lexists(path) and remembered(journal):
-        time.sleep(1)  # in the middle of a checkout, git is about to write it
-        if not os.path.lexists(path):
-            print(f"{path.name} is gone: a new one begins; the rows so far stay in {journal}", file=sys.stderr)
-            remember(journal, [])
+        print(f"{path.name} is gone: a new one begins; the rows so far stay in {journal}", file=sys.stderr)
+        remember(journal, [])
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "a+b", buffering=0))
@@ -82,7 +75,9 @@ def edit_log(path: str | Path | None = None) -> Iterator[list[dict]]:
             append(file, after[len(before) :] if data else [HEADER, *after])
         else:
             if not current:
-                keep_copy(path, data)
+                with new_file(copy := path.with_name(f"{path.name}.old-columns")) as old:
+                    old.write(data)
+                print(f"{path.name} gets a new header; {copy.name} is a copy of what it was", file=sys.stderr)
             replace(path, [HEADER, *after, *others])
 
 
@@ -97,15 +92,6 @@ def replace(path: Path, lines: list[str]) -> None:
         os.fsync(file.fileno())
 
 
-def keep_copy(path: Path, data: bytes) -> None:
-    copy = path.with_name(f"{path.name}.old-columns")
-    while copy.exists():
-        copy = copy.with_name(f"{copy.name}~")
-    with new_file(copy) as file:
-        file.write(data)
-    print(f"{path.name} gets a new header; {copy.name} is a copy of what it was", file=sys.stderr)
-
-
 def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     """Appends a row of these values; returns its status. Without a commit, commit and description are those of HEAD.
 
@@ -115,8 +101,6 @@ def log_result(*, to_beat=None, report=False, path=None, **values) -> str:
     """
     if "commit" not in values:
         values["commit"], values["description"] = harness.git_head()
-    digits, plus, _ = values["commit"].partition("+")
-    values["commit"] = digits[:7] + plus
     if values.get("reason"):
         values |= dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None)
     status = "report" if report else "crash" if values.get("reason") else "discard"

@@ -1,7 +1,7 @@
 """
 The score, from predictions alone: the model is given tokens, never targets, and the loss is computed here.
 
-Some batches are also predicted with their rows in another order and the tokens after a random position of each row
+Some batches are also predicted with their rows in reverse order and the tokens after a random position of each row
 replaced: nothing at or before that position may move. What a model could still do is in docs/referee.md.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterable
 
-from harness.progress import with_progress
-from harness.quarters import Score, quarters_by_length
 from prepare import PrepareError, Tokenizer, eval_batches, evaluating
 
 CUTS = 32  # rows per split whose future is replaced, at least
@@ -26,12 +25,12 @@ class Unscorable(PrepareError):
     """The model's output is no prediction, or it depends on what it must not."""
 
 
-def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, split: str = "val") -> Score:
+def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int, split: str = "val") -> float:
     """The number of prepare.evaluate_bpb, from model(x) -> logits (B, T, V). Raises Unscorable."""
     batches = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
     with evaluating(model):
         predictor = Predictor(model, tokenizer.get_vocab_size())
-        return bits_per_byte(predictor, tokenizer.get_bos_token_id(), split, *batches)
+        return bits_per_byte(predictor, split, *batches)
 
 
 def eval_shape(config) -> tuple[int, int]:
@@ -41,29 +40,25 @@ def eval_shape(config) -> tuple[int, int]:
     return max(1, config.device_batch_size * config.seq_len // T), T
 
 
-def bits_per_byte(predictor: Predictor, bos: int, split: str, inputs, targets, sizes) -> Score:
+def bits_per_byte(predictor: Predictor, split: str, inputs, targets, sizes) -> float:
     """inputs, targets, sizes: of prepare.eval_batches. Raises Unscorable."""
     import torch
 
-    quarters, each = quarters_by_length(inputs, sizes, bos), torch.arange(4, device=inputs.device).view(4, 1, 1)
-    nats = torch.zeros(4, dtype=torch.float64, device=inputs.device)  # by quarter
     probed = random.SystemRandom().sample(range(len(inputs)), min(len(inputs), -(-CUTS // inputs.size(1))))
-    first = None
-    batches = zip(inputs, targets, sizes > 0, quarters, strict=True)
-    for i, (x, y, scored, quarter) in enumerate(with_progress(batches, len(inputs), f"scoring {split}")):
+    nats, first, due = 0.0, None, time.monotonic() + 10
+    for i, (x, y, scored) in enumerate(zip(inputs, targets, sizes > 0, strict=True)):
+        if time.monotonic() >= due:  # as on a CPU
+            print(f"scoring {split}: {i / len(inputs):.0%}", flush=True)
+            due = time.monotonic() + 30
         probe = Probe(predictor, x) if i in probed else None  # first, so that no earlier answer helps
         columns = y.clamp(min=0).unsqueeze(-1)
         found = predictor.log_probs(x, torch.cat([columns, probe.columns], -1) if probe else columns)
-        log_probs = torch.where(scored, found[..., 0], 0.0)  # (B, T)
-        nats -= torch.where(quarter == each, log_probs, 0.0).sum((1, 2), dtype=torch.float64)
+        nats -= torch.where(scored, found[..., 0], 0.0).sum(dtype=torch.float64)
         if probe:
             probe.compare(found[..., 1:])
             first = first or probe
     first.again("is not the same after other batches")
-    score = Score((nats.sum() / (math.log(2) * sizes.sum())).item())
-    nbytes = quarters.flatten().bincount(sizes.flatten(), minlength=4)
-    score.quarters = tuple((nats / (math.log(2) * nbytes)).tolist())
-    return score
+    return (nats / (math.log(2) * sizes.sum())).item()
 
 
 def check(model, x, vocab: int) -> None:
@@ -102,19 +97,8 @@ def predict(model, x, vocab: int):
     return logits.detach()
 
 
-def shuffled(n: int, generator) -> list[int]:
-    """An order of n rows in which no row stays and, from four on, not all move equally far."""
-    import torch
-
-    while True:
-        order = torch.randperm(n, generator=generator, device="cpu")
-        shifts = (order - torch.arange(n, device="cpu")) % n
-        if n == 1 or ((shifts > 0).all() and (n < 4 or len(shifts.unique()) > 1)):
-            return order.tolist()
-
-
 class Probe:
-    """A batch with its rows reordered and their futures replaced. compare() then gets the predictions of the batch
+    """A batch with its rows reversed and their futures replaced. compare() then gets the predictions of the batch
     itself."""
 
     def __init__(self, predictor: Predictor, x):
@@ -128,7 +112,6 @@ class Probe:
 
         self.predictor, self.x = predictor, x
         self.columns = torch.cat([draw(0, vocab, TOKENS).expand(B, T, -1), x.roll(-1, 1).unsqueeze(-1)], -1)
-        self.order = x.new_tensor(shuffled(B, generator))
         self.last = draw(0, T, B, 1)  # the last position of each row that stays
         self.stays = torch.arange(T, device=x.device) <= self.last
         other = x.roll(1, 0).roll(T // 2 + 1, 1)  # another row's text, from elsewhere
@@ -137,8 +120,8 @@ class Probe:
         self.before = self.ask(self.changed)
 
     def ask(self, x):
-        """The predictions for x, asked for with its rows in another order."""
-        return self.predictor.log_probs(x[self.order], self.columns[self.order])[self.order.argsort()]
+        """The predictions for x, asked for with its rows in reverse order."""
+        return self.predictor.log_probs(x.flip(0), self.columns.flip(0)).flip(0)
 
     def moved(self, a, b):
         """Where predictions differ by more than rounding: (B, T)."""

@@ -83,11 +83,11 @@ class Referee(Predictor):
         import torch
 
         torch.ones(1).exp()  # see harness.run
-        self.tokenizer, self.gpu, self.seconds = Tokenizer.from_directory(), gpu, seconds
-        self.vocab, self.text = self.tokenizer.get_vocab_size(), {}
+        tokenizer, self.gpu, self.seconds = Tokenizer.from_directory(), gpu, seconds
+        self.vocab, self.text = tokenizer.get_vocab_size(), {}
         for split in splits:  # read before the run starts: each target, with its input and its size
-            TokenStream(self.tokenizer, split, verify=True)
-            self.text[split] = [t.flatten() for t in eval_batches(self.tokenizer, split, 1, 1, "cpu")]
+            TokenStream(tokenizer, split, verify=True)
+            self.text[split] = [t.flatten() for t in eval_batches(tokenizer, split, 1, 1, "cpu")]
         ours, self.theirs = socket.socketpair()
         self.channel, self.logits = Connection(ours.detach()), os.memfd_create("logits")
         self.record = dict(referee=self.theirs.fileno(), logits=self.logits)
@@ -147,7 +147,7 @@ class Referee(Predictor):
         place = dict(device="cpu", pin_memory=device.type == "cuda") if self.shared is None else dict(device=device)
         self.copy = torch.empty(T, self.vocab, **place)
         os.ftruncate(self.logits, self.copy.nbytes)
-        bpb = bits_per_byte(self, self.tokenizer.get_bos_token_id(), split, *batches)
+        bpb = bits_per_byte(self, split, *batches)
         if not math.isfinite(bpb):
             raise FloatingPointError(f"{split}_bpb is {bpb}")
         began = self.began or self.created

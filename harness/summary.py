@@ -40,7 +40,6 @@ def summarize(model, clock: Clock, device, tokenizer: Tokenizer, numbers: dict) 
         "tokens_per_sec": round(clock.tokens / seconds),
         "first_step_sec": round(total - (time.perf_counter() - clock.started), 1),
         "eval_seconds": round(eval_seconds, 1),
-        "bpb_by_length": " ".join(f"{bpb:.6f}" for bpb in getattr(val_bpb, "quarters", ())),
     }
     row = dict(val_bpb=val_bpb, test_bpb=test_bpb, memory_gb=memory / 2**30, tokens_M=tokens_M)
     return summary | numbers | summary, row

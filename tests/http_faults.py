@@ -51,8 +51,8 @@ class FaultyServer:
         return Handler
 
 
-def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stall=0.0) -> None:
-    """200 or 206; `announce` overrides Content-Length, `send` is how many bytes really go out."""
+def respond(handler, body: bytes, *, ranges=True, send=None, stall=0.0) -> None:
+    """200 or 206; `send` is how many bytes really go out."""
     asked = handler.headers.get("Range") if ranges else None
     start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
     if asked and start >= len(body):
@@ -65,7 +65,7 @@ def respond(handler, body: bytes, *, ranges=True, announce=None, send=None, stal
     # what a hostile server would like the file to be called
     handler.send_header("Content-Disposition", 'attachment; filename="../../../escaped.parquet"')
     part = body[start:]
-    handler.send_header("Content-Length", str(len(part) if announce is None else announce))
+    handler.send_header("Content-Length", str(len(part)))
     handler.end_headers()
     if handler.command == "GET":
         part = part[:send]
@@ -103,35 +103,9 @@ def stall(handler, body: bytes) -> None:
     respond(handler, body, send=len(body) // 3, stall=1.0)
 
 
-def silence(handler, body: bytes) -> None:
-    sleep(1.0)
-
-
-def reset(handler, body: bytes) -> None:
-    """Closes with unread and unsent data in flight: the client sees a reset, not an end."""
-    import socket
-    import struct
-
-    respond(handler, body, send=len(body) // 3)
-    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    handler.connection.close()
-
-
-def announce_less(handler, body: bytes) -> None:
-    respond(handler, body, ranges=False, announce=len(body) // 2, send=len(body) // 2)
-
-
-def announce_more(handler, body: bytes) -> None:
-    respond(handler, body, ranges=False, announce=2 * len(body))
-
-
 def corrupt(handler, body: bytes) -> None:
     respond(handler, body[:-8] + b"no  PAR1", ranges=False)
 
 
 def error_page(handler, body: bytes) -> None:
     respond(handler, b"<html>all is well</html>", ranges=False)
-
-
-def no_ranges(handler, body: bytes) -> None:
-    respond(handler, body, ranges=False, send=len(body) // 2)

@@ -1,7 +1,6 @@
 """harness/: clock and log do what train.py and the night count on."""
 
 import csv
-import io
 import itertools
 import json
 import math
@@ -71,17 +70,6 @@ def test_clock_counts_tokens_where_they_are_limited(now):
     assert clock.progress() == 1.0 and clock.tokens_left() == 0 and not clock.running()
 
 
-def test_clock_runs_where_stderr_is_closed(now, monkeypatch):
-    for name in ("stderr", "__stderr__"):
-        monkeypatch.setattr(sys, name, None)  # as Python does after `2>&-`
-    clock = Clock(tokens=10)
-    clock.start()
-    assert clock.running()
-    now[0] += 1
-    clock.advance(10, LOSS, 1)
-    assert not clock.running() and clock.stop() == 1
-
-
 @pytest.mark.parametrize(
     ("steps", "elapsed", "running"),
     [
@@ -120,7 +108,6 @@ def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(now, loss, reason):
         clock.advance(1, torch.tensor(loss), 1)
         with pytest.raises(FloatingPointError, match=rf"^{reason}\S* at step 1$"):
             clock.advance(1, LOSS, 1) if steps == 2 else clock.stop()
-        clock.release()
 
 
 @pytest.mark.parametrize("budget", [997, 1999, 10007])  # with 10 tokens per step
@@ -194,7 +181,7 @@ def test_a_wrong_shape_in_a_compiled_function_is_reported_with_the_line_of_the_c
 @pytest.fixture
 def log(tmp_path):
     def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="d", **fields) -> str:
-        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0123", "description": "try"} | fields
+        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0", "description": "try"} | fields
         return harness.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
@@ -292,7 +279,8 @@ def test_any_subject_makes_one_row_that_common_parsers_read(log, subject):
 
 
 def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
-    """Excel as text: with a byte order mark, its line ends, numbers as short as can be, and quotes around commas."""
+    """Excel's text: a byte order mark, its line ends, numbers as short as can be, quotes around commas, or decimal
+    commas."""
     values = dict(gpu="NVIDIA H200, without FA3", dataset="corpus-1")
     log(1.2, description="LR 0.04 -> 0.03, wider", **values)
     log(1.3, description="plain", **values)
@@ -301,46 +289,24 @@ def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
     fields = [
         [re.sub(r"(\.\d*?)0+$", r"\1", f'"{f}"' if "," in f else f).removesuffix(".") for f in row] for row in fields
     ]
-    log.path.write_bytes("".join("\t".join(row) + "\r\n" for row in fields).encode("utf-8-sig"))
-    assert b'"LR 0.04 -> 0.03, wider"\t"NVIDIA' in log.path.read_bytes() and b"\t1.2\t2.5\t" in log.path.read_bytes()
-    assert harness.read_results(log.path) == before
+    text = "".join("\t".join(row) + "\r\n" for row in fields)
+    assert '"LR 0.04 -> 0.03, wider"\t"NVIDIA' in text and "\t1.2\t2.5\t" in text
+    for saved in (re.sub(r"\t(\d+)\.", r"\t\1,", text), text):  # decimal commas, too
+        log.path.write_bytes(saved.encode("utf-8-sig"))
+        assert harness.read_results(log.path) == before
     assert log(1.25, **values) == "discard", "compared with what it was compared with before"
     assert len(harness.read_results(log.path)) == 3 and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", ["commas", "sorted", "joined"])
-def test_a_log_with_decimal_commas_or_headers_elsewhere_is_the_same_log(log, change, capsys):
-    log(1.2, description="a")
-    log(1.3, description="b")
-    before, text = harness.read_results(log.path), log.path.read_text()
-    header, *lines = text.splitlines(keepends=True)
-    changed = dict(commas=text.replace(".", ","), sorted="".join([*lines, header]), joined=lines[0].join([header] * 2))
-    log.path.write_text(changed[change] + lines[1] * (change == "joined"))
-    assert harness.read_results(log.path) == before
-    assert log(1.25) == "discard" and len(harness.read_results(log.path)) == 3
-    assert log.path.read_text().startswith(header) and log.path.read_text().count("commit\t") == 1
-    assert "old-columns is a copy" in capsys.readouterr().err or change == "commas"
-
-
 def test_the_notebook_of_karpathys_autoresearch_reads_a_log(log):
-    """Its analysis.ipynb takes five columns by name, turns two into numbers, counts each status in capitals, and draws
-    all but crashes over their number, the kept ones with their descriptions."""
+    """Its analysis.ipynb takes five columns by name, and turns two of them into numbers."""
     for val_bpb, fields in ((1.3, {}), (1.35, {}), (0.0, {"reason": "NaN at step 3"}), (1.2, {"description": "nan"})):
         log(val_bpb, **fields)
     log(1.21, report=True, test_bpb=1.25)
-    lines = log.path.read_text("utf-8").splitlines()
-    rows = list(csv.DictReader(lines, delimiter="\t"))
+    rows = list(csv.DictReader(log.path.read_text("utf-8").splitlines(), delimiter="\t"))
     assert list(rows[0])[:5] == ["commit", "val_bpb", "memory_gb", "status", "description"]
-    counts = [row["status"].strip().upper() for row in rows]
-    assert counts == ["KEEP", "DISCARD", "CRASH", "KEEP", "REPORT"]
-    valid = [row for row in rows if row["status"].strip().upper() != "CRASH"]
-    assert [float(row["val_bpb"]) for row in valid] == [1.3, 1.35, 1.2, 1.21] and float(rows[2]["memory_gb"]) == 0
-    kept = [float(row["val_bpb"]) for row in rows if row["status"] == "keep"]
-    assert min(kept) < kept[0] == float(rows[0]["val_bpb"]), "the gain over the first row"
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.read_csv(log.path, sep="\t")
-    numbers = frame[["val_bpb", "memory_gb"]].apply(pandas.to_numeric, errors="coerce")
-    assert numbers.notna().all(axis=None) and frame["status"].str.upper().tolist() == counts
+    assert [row["status"] for row in rows] == ["keep", "discard", "crash", "keep", "report"]
+    assert [float(row["val_bpb"]) for row in rows] == [1.3, 1.35, 0, 1.2, 1.21] and float(rows[2]["memory_gb"]) == 0
 
 
 def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_commit(tmp_path, monkeypatch, capsys):
@@ -423,14 +389,6 @@ def test_a_row_with_bytes_that_are_no_text_can_be_printed(log):
     assert row["description"] == "caf" and str(row).encode()
 
 
-def test_logs_of_several_formats_that_somebody_has_joined_are_read_and_get_one_header(log):
-    log.path.write_text(EIGHT + "\n".join(OLD_ROWS) + "\n" + HEADER + ROW + FIVE + "e\t1.0\t1.0\tkeep\tupstream\n")
-    before = harness.read_results(log.path)
-    assert [row["commit"] for row in before] == ["a+", "b", "c", "d", "f", "abcdef0", "e"]
-    log(1.1, description="now")
-    assert harness.read_results(log.path)[:-1] == before and log.path.read_text().count("commit\t") == 1
-
-
 # Log, under faults
 
 
@@ -466,16 +424,6 @@ def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(lo
     assert path.is_dir() == (content == "a folder") and (not path.is_file() or path.read_text() == content)
     error = capsys.readouterr().err
     assert re.search(r"cannot take this row .*, it is nowhere else:\n", error) and error.endswith(NOW)
-
-
-def test_a_row_on_another_dataset_is_written_though_nobody_reads_what_is_printed(log, monkeypatch):
-    log(1.5)
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True))
-    with pytest.raises(BrokenPipeError):
-        print("here")
-    assert log(1.9, dataset="embedded-1") == "keep" and len(harness.read_results(log.path)) == 2
 
 
 def test_half_a_row_is_never_written(log):
@@ -639,8 +587,7 @@ def test_only_what_is_lost_is_put_back_with_a_persons_word_and_equal_rows_are_co
     assert described(log).count("c") == 1 and len(described(log)) == 4
 
 
-def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, monkeypatch, capsys):
-    monkeypatch.setattr(harness.log, "time", SimpleNamespace(sleep=lambda seconds: None))
+def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, capsys):
     log(1.3, description="a")
     old = log.path.rename(log.path.with_name("results.tsv.before"))
     assert described(log) == []
@@ -653,16 +600,6 @@ def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, m
     log(1.2, description="c")
     git("checkout", "-q", ".")
     assert described(log) == ["a", "c"]
-
-
-def test_a_log_that_git_is_about_to_write_is_waited_for(log, git, monkeypatch):
-    """In a checkout, it is missing for a moment."""
-    log(1.3, description="a")
-    text = log.path.read_text()
-    log.path.unlink()
-    monkeypatch.setattr(harness.log, "time", SimpleNamespace(sleep=lambda seconds: log.path.write_text(HEADER)))
-    log(1.2, description="b")
-    assert described(log) == ["a", "b"] and log.path.read_text().startswith(text)
 
 
 def test_each_worktree_has_a_journal_of_its_own_and_a_folder_within_a_repository_too(log, git, tmp_path):
@@ -688,21 +625,6 @@ def test_a_row_that_the_file_cannot_take_waits_in_the_journal_and_is_put_back(lo
     assert described(log) == ["a", "b", "c"], "for whoever reads"
     log.path.write_text(text)
     assert described(log) == ["a", "b", "c"] and log.path.read_text().count("\n") == 4
-
-
-def test_a_row_on_a_full_disk_waits_in_the_journal(log, git, tmpfs):
-    """The log is a link to a disk that is full."""
-    log(1.3, description="a")
-    (tmpfs / "results.tsv").write_text(log.path.read_text())
-    log.path.unlink()
-    log.path.symlink_to(tmpfs / "results.tsv")
-    fill = subprocess.run(f"head -c 2M /dev/zero > {tmpfs}/fill; truncate -s 4096 {tmpfs}/results.tsv", shell=True)
-    assert fill.returncode == 0
-    (tmpfs / "results.tsv").write_text(HEADER + ROW.replace("before", "x" * (4096 - len(HEADER + ROW) + 6)))
-    log(1.2, description="b")
-    assert "b" not in (tmpfs / "results.tsv").read_text().split("\t")
-    (tmpfs / "fill").unlink()
-    assert described(log)[-1] == "b" and "b" in (tmpfs / "results.tsv").read_text().split("\t")
 
 
 @pytest.mark.parametrize("fault", ["a folder", "a link to nowhere", "half a line"])
@@ -776,26 +698,22 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     git("add", "."), git("commit", "-qm", "wide")
     copy = folder / "train_v2.py"
     copy.write_text("def train():\n    return 1 / 0\n")
-    os.utime(copy, (0, 0))
     assert description() == "wide"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(copy), raising=False)
     assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
     git("add", "."), git("commit", "-qm", "copied")
     assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
-    copy.touch()  # an edit that may have come after Python has read it
-    assert description() == "copied (ran train_v2.py) (changed while it started)"
     with pytest.raises(ZeroDivisionError) as error:
         runpy.run_path(copy)["train"]()
     assert harness.crash_reason(error.value) == "ZeroDivisionError line 2"
 
 
-@pytest.mark.parametrize("object_format", ["sha1", "sha256"])
-def test_commits_have_seven_digits_whatever_the_hash(tmp_path, monkeypatch, object_format):
+def test_commits_have_seven_digits(tmp_path, monkeypatch):
     from night import git as nights
 
     monkeypatch.setattr(nights, "ROOT", tmp_path)
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    script = f"git init -q --object-format={object_format}; git commit -q --allow-empty -m 'a subject'"
+    script = "git init -q; git commit -q --allow-empty -m 'a subject'"
     subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True)
     commit = nights.commit_of("HEAD")
     assert len(commit) == 7 and nights.revisions(["HEAD"]) == [(commit, "a subject")] == [harness.git_head()]

@@ -496,9 +496,6 @@ def test_python_m_night_run_locked(prepared, tokenizer, tmp_path):
     (row,) = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
     assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6) and row["reason"] == "", out
     assert "locked: " in out.stdout
-    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json"))
-    bpb = [float(word) for word in summary["bpb_by_length"].split()]
-    assert len(bpb) == 4 and min(bpb) < row["val_bpb"] < max(bpb)
 
 
 @pytest.mark.slow

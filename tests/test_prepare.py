@@ -1,12 +1,10 @@
 """prepare.py: set-up, tokenizer, token shards, loader and metric do what train.py counts on."""
 
 import math
-import os
 import re
 import shutil
 import sys
 import sysconfig
-import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import islice, pairwise
@@ -34,11 +32,6 @@ def test_a_second_run_changes_nothing(prepared, corpus, tokenizer, monkeypatch, 
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
 
 
-def test_an_empty_data_is_no_request_for_the_current_dataset(prepared):
-    with pytest.raises(prepare.PrepareError, match="--data is empty"):
-        prepare.prepare("")
-
-
 def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
     (tmp_path / "🚀").symlink_to(prepared)
     monkeypatch.setenv("PYTHONIOENCODING", "gbk")
@@ -46,22 +39,18 @@ def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, 
     assert run.returncode == 0 and re.search(r"ready: .* in .*/\?/", run.stdout), run
 
 
-@pytest.mark.parametrize(
-    ("victim", "lost"), [("train_00001.bin", False), ("val_00000.bin", True), ("test_00000.bin", False)]
-)
-def test_a_lost_or_damaged_shard_is_made_again_and_the_others_are_kept(
-    prepared, corpus, tmp_path, monkeypatch, victim, lost
-):
+def test_lost_and_damaged_shards_are_made_again_and_the_others_are_kept(prepared, corpus, tmp_path, monkeypatch):
     cache = shutil.copytree(prepared, tmp_path / "cache")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
     folder = prepare.current_dataset()
-    (folder / victim).write_bytes((folder / victim).read_bytes()[:-1])
-    if lost:
-        (folder / victim).unlink()
-    kept = {path.name: path.stat().st_ino for path in folder.glob("*.bin") if path.name != victim}
+    before = (folder / "train_00001.bin").read_bytes()
+    (folder / "train_00001.bin").write_bytes(before[:-1] + b"!")
+    (folder / "test_00000.bin").write_bytes(before[:-1])
+    (folder / "val_00000.bin").unlink()
+    kept = [folder / name for name in ("train_00000.bin", "train_00002.bin", "tokenizer.txt")]
+    inodes = [path.stat().st_ino for path in kept]
     prepare.prepare(str(corpus))
-    assert {name: (folder / name).stat().st_ino for name in kept} == kept and len(kept) == 4
-    assert tree(cache) == tree(prepared)
+    assert [path.stat().st_ino for path in kept] == inodes and tree(cache) == tree(prepared)
 
 
 def test_tokenizer_does_not_depend_on_number_of_shards_or_threads(prepared, corpus, tmp_path):
@@ -89,22 +78,6 @@ def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_ref
         Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
 
 
-def test_more_shards_extend_and_fewer_are_used(prepared, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
-    ids = [prepare.dataset_id(prepare.prepare(str(corpus), n)) for n in (1, 3, 1)]
-    assert ids[0] == ids[2] != ids[1]
-    one, three = (prepare.prepare(str(corpus), n) for n in (1, 3))
-    with open(one / "val_00000.bin", "r+b") as file:  # linked: the other one's, too
-        file.seek(-1, os.SEEK_END)
-        file.write(b"!")
-    (three / "val_00000.bin").unlink()
-    assert ids[1] == prepare.dataset_id(prepare.prepare(str(corpus), 3))
-    prepare.TokenStream(Tokenizer.from_directory(three), "val", verify=True)
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    prepare.DATASET.unlink()
-    assert ids[1] == prepare.dataset_id()
-
-
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     lines = "".join(f"line {i}\n" for i in range(30_000))
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
@@ -128,8 +101,8 @@ def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
     assert size > 20e6 and documents == 200 * 13 and peak < 2.2 * size, f"{peak / size:.1f} times its size"
 
 
-@pytest.mark.parametrize("newline", ["\r\n", "\r", "\n"])
-def test_the_lines_of_a_text_may_end_as_on_any_system(tmp_path, newline):
+@pytest.mark.parametrize("newline", ["\r\n", "\n"])
+def test_the_lines_of_a_text_may_end_as_on_windows(tmp_path, newline):
     (tmp_path / "a.txt").write_bytes(f"one{newline}{newline}two{newline}<|endoftext|>{newline}three".encode())
     assert list(prepare.documents(tmp_path / "a.txt")) == ["one\n\ntwo", "three"]
 
@@ -225,18 +198,6 @@ def test_the_embedded_text_fills_a_vocabulary(tmp_path, monkeypatch):
     assert len(prepare.TokenStream(tokenizer, "val")) > 100_000
 
 
-@pytest.mark.slow
-def test_a_name_that_is_looked_up_in_vain_costs_seconds(tmp_path):
-    """Message and end of the process, though the resolver takes minutes."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(200)"
-    )
-    start = time.perf_counter()
-    run = run_prepare("--data", "climbmix", cache=tmp_path / "cache", PYTHONPATH=str(tmp_path))
-    assert run.returncode == 1 and "cannot reach https://huggingface.co (no answer within 6 s)" in run.stderr, run
-    assert time.perf_counter() - start < 50
-
-
 # Tokenizer and token shards
 
 
@@ -283,8 +244,6 @@ def test_any_text_survives_its_shard_which_holds_the_ids_that_encode_gives(token
 
 def test_validation_batches_are_the_stream_in_order(tokenizer, device):
     """And stay so while others are read."""
-    with pytest.raises(ValueError, match="no split 'validation', only train, val, test"):
-        prepare.TokenStream(tokenizer, "validation")
     stream = prepare.TokenStream(tokenizer, "val")
     text = torch.from_numpy(stream.read(0, len(stream)).astype(np.int64))
     B, T = 3, 37

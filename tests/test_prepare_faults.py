@@ -1,11 +1,8 @@
 """prepare.py under faults: each ends in a clear line and a usable state, injected for real."""
 
-import ast
-import errno
 import functools
 import itertools
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -36,25 +33,14 @@ def fails(capsys, monkeypatch, *args: str) -> str:
     return exit.value.code
 
 
-@pytest.mark.parametrize("mounted", [False, True])
-def test_a_new_file_is_on_disk_before_it_replaces_another_and_its_name_is_afterwards(
-    tmp_path, synced, monkeypatch, mounted
-):
-    """Whenever the power fails; one that is mounted, as in a container, cannot be replaced."""
+def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monkeypatch):
+    """Whenever the power fails."""
     path, replace = tmp_path / "file", os.replace
-
-    def replace_or_fail(*paths) -> None:
-        synced.append("replaced")
-        if mounted:
-            raise OSError(errno.EBUSY, "mounted")
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", replace_or_fail)
+    monkeypatch.setattr(os, "replace", lambda *paths: (synced.append("replaced"), replace(*paths)))
     path.write_bytes(b"old")
     with prepare.new_file(path) as file:
         file.write(b"new")
-    copied = [(path, b"new")] if mounted else []
-    assert synced == [(tmp_path / "file.tmp", b"new"), "replaced", *copied, (tmp_path, None)]
+    assert synced == [(tmp_path / "file.tmp", b"new"), "replaced"]
     assert path.read_bytes() == b"new" and [*tmp_path.iterdir()] == [path]
 
 
@@ -91,15 +77,6 @@ def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
         bad_parquet(tmp_path / "bad" / "a.parquet", make)
     assert remedy in fails(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
     assert tree(prepared) == before
-
-
-def test_a_file_elsewhere_that_cannot_be_written_is_not_blamed_on_the_cache(
-    prepared, corpus, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    monkeypatch.setattr(prepare, "DATASET", tmp_path)
-    monkeypatch.setattr(prepare, "read", lambda path, read=prepare.read: "other" if path == tmp_path else read(path))
-    assert f"Is a directory: '{tmp_path}': fix that, or, for" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
 def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
@@ -176,39 +153,12 @@ def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(
     prepare.prepare(str(tmpfs / "more"))  # the text itself may be read-only
 
 
-def test_a_read_only_checkout_uses_what_is_ready_and_says_so_unless_it_has_another_dataset(
-    tmpfs, prepared, corpus, tmp_path, monkeypatch, capsys
-):
-    cache = shutil.copytree(prepared, tmp_path / "cache")
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
-    monkeypatch.setattr(prepare, "DATASET", tmpfs / ".dataset")
-    for own in ("", "another@12345678"):
-        remount(tmpfs, "rw")
-        prepare.DATASET.write_text(own)
-        remount(tmpfs, "ro")
-        if own:
-            assert "Read-only file system" in fails(capsys, monkeypatch, "--data", str(corpus))
-        else:
-            assert prepare.prepare(str(corpus)).name.startswith("corpus@")
-            said = capsys.readouterr().out
-            assert "Read-only file system" in said and f"trains on what {cache} names as `current`\n" in said
-
-
-def test_a_user_without_a_home_is_told_to_name_a_folder_and_a_named_one_works(prepared, monkeypatch, capsys):
-    """As in a container that runs under a number: neither HOME nor an entry in /etc/passwd."""
-
-    def nobody(uid):
-        raise KeyError(uid)
-
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.delenv("AUTORESEARCH_CACHE", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    for args in (["--data", "climbmix"], ["--verify"]):
-        assert "no home directory: set AUTORESEARCH_CACHE" in fails(capsys, monkeypatch, *args)
+def test_a_read_only_checkout_is_one_line(tmpfs, prepared, corpus, monkeypatch, capsys):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--verify"])
-    prepare.main()
-    assert "ready: corpus-" in capsys.readouterr().out
+    monkeypatch.setattr(prepare, "DATASET", tmpfs / ".dataset")
+    remount(tmpfs, "ro")
+    said = fails(capsys, monkeypatch, "--data", str(corpus))
+    assert "Read-only file system" in said and ".dataset': fix that, or, for the cache" in said
 
 
 # Download
@@ -241,23 +191,21 @@ def fetch(server: FaultyServer, folder: Path) -> None:
 
 A_PARQUET = "/datasets/some/data/resolve/main/a.parquet"
 FAULTS = {"500": http_faults.status(500), "429": http_faults.status(429, Retry_After="7")}
-for name in "nothing silence announce_less corrupt error_page".split():
-    FAULTS[name] = getattr(http_faults, name)
+FAULTS |= {name: getattr(http_faults, name) for name in ("nothing", "corrupt", "error_page")}
 # Where data moves, huggingface_hub goes on for ever: rightly, where each transfer brings us nearer to the end.
-MOVING = {name: getattr(http_faults, name) for name in "truncate stall reset announce_more no_ranges".split()}
+MOVING = {name: getattr(http_faults, name) for name in ("truncate", "stall")}
 
 
 @pytest.mark.parametrize("fault", FAULTS | MOVING)
 def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, fault, monkeypatch):
-    if fault in ("stall", "silence"):
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)  # as it stalls for a second
     with FaultyServer({A_PARQUET: parquet}, [(FAULTS | MOVING)[fault]] * 2) as server:
         fetch(server, tmp_path)
         assert len(server.ranges()) > 2
     assert (tmp_path / "a.parquet").read_bytes() == parquet
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"silence"}))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, fault):
     with FaultyServer({A_PARQUET: parquet}, itertools.repeat(FAULTS[fault])) as server:
         with pytest.raises(PrepareError) as error:
@@ -281,19 +229,17 @@ def test_a_transfer_that_breaks_off_is_resumed_by_range_and_what_an_interrupted_
     assert not list(tmp_path.rglob("*.incomplete")) and (tmp_path / "a.parquet").read_bytes() == parquet
 
 
-@pytest.mark.parametrize(("code", "advice"), [(401, True), (403, True), (404, False), (410, False)])
-@pytest.mark.parametrize("headers", [{}, dict(X_Error_Message="Invalid credentials in Authorization header")])
-def test_what_will_not_change_is_not_tried_again_and_shown_with_the_hubs_own_reason_and_a_login_that_it_refuses(
-    hurried, tmp_path, monkeypatch, code, advice, headers
+@pytest.mark.parametrize(("code", "advice"), [(401, True), (403, True), (404, False)])
+def test_what_will_not_change_is_not_tried_again_and_advises_on_a_login_that_is_refused(
+    hurried, tmp_path, monkeypatch, code, advice
 ):
     """An HF_TOKEN that has expired makes the hub refuse what it gives to everybody."""
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
-    with FaultyServer({}, [], itertools.repeat(http_faults.status(code, **headers))) as server:
+    with FaultyServer({}, [], itertools.repeat(http_faults.status(code))) as server:
         with pytest.raises(PrepareError, match=rf"{code}.*set HF_ENDPOINT") as error:
             fetch(server, tmp_path)
         assert len(server.requests) <= 3 and not hurried  # one of them asks whether the hub answers
     text = str(error.value)
-    assert not headers or f"a.parquet of some/data: {code}, {headers['X_Error_Message']}; " in text
     assert ("renew or unset HF_TOKEN" in text) == advice and "run again" in text and "\n" not in text
 
 
@@ -351,15 +297,6 @@ def test_climbmix_comes_from_the_endpoint_and_stays_in_the_cache(undisturbed, se
     name, _ = prepare.find_source("climbmix")
     assert {path.name for path in undisturbed.iterdir()} == {"climbmix", f"{name}x2", "current", "lock"}
     assert not list(undisturbed.parent.rglob("escaped*"))
-
-
-@pytest.mark.slow
-def test_faults_on_the_way_change_nothing_in_the_end(undisturbed, served, tmp_path):
-    faults = [http_faults.truncate, http_faults.corrupt]
-    with FaultyServer(served, faults) as server:
-        run = run_prepare("--num-shards", 2, cache=tmp_path, HF_ENDPOINT=server.url)
-        assert run.returncode == 0 and "again in 1 s" in run.stdout and len(server.ranges()) == 4 + 2, run
-    assert tree(tmp_path) == tree(undisturbed)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 33))])
@@ -433,15 +370,6 @@ def test_verify_finds_a_damaged_body(prepared, tmp_path, monkeypatch, capsys):
     assert "train_00001.bin: damaged, or made by another tokenizer; delete it" in said
 
 
-def test_nothing_in_the_cache_can_run_code():
-    nodes = list(ast.walk(ast.parse(Path(prepare.__file__).read_text())))
-    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
-    imports = {a.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names}
-    assert {"print", "os.replace"} <= names and "hashlib" in imports  # the search finds what is there
-    assert not names & {"eval", "exec", "compile", "__import__", "torch.load", "np.load", "np.fromfile"}
-    assert not imports & {"pickle", "marshal", "shelve", "importlib", "yaml"}
-
-
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc", ".", "..", "", "a/b", "a\0b", "\n", "x" * 10**6, "\udcff"])
 def test_the_current_dataset_never_lies_outside_the_cache(tmp_path, monkeypatch, name):
     (tmp_path / "elsewhere").mkdir()
@@ -489,23 +417,10 @@ def fuzzed(prepared, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fuzzed")
     ranks = {bytes([i]): i for i in range(256)} | {b"a" + bytes([97 + i]): 256 + i for i in range(40)}
     (folder / "tokenizer.txt").write_bytes(Tokenizer.dump(ranks))
-    tokenizer = Tokenizer.from_directory(folder)
-    prepare.tokenize(["aaab abac", "text", "some text more"], folder / "a.bin", tokenizer, float("inf"))
     log = folder / "results.tsv"
     for i in range(4):
         harness.log_result(val_bpb=1 + i / 10, memory_gb=1, gpu="g", dataset="d", commit="c", description="é", path=log)
     return folder
-
-
-def fuzz_shard(folder: Path, data) -> None:
-    path, fingerprint = folder / "fuzzed.bin", Tokenizer.from_directory(folder).fingerprint
-    path.write_bytes(data.draw(mutations((folder / "a.bin").read_bytes())))
-    try:
-        tokens, checksum = prepare.open_shard(path, fingerprint, verify=True)
-    except PrepareError:
-        return
-    good = prepare.open_shard(folder / "a.bin", fingerprint)
-    assert np.array_equal(tokens, good[0]) and checksum == good[1]
 
 
 def fuzz_tokenizer(folder: Path, data) -> None:
@@ -526,7 +441,7 @@ def fuzz_results(folder: Path, data) -> None:
     assert all(set(row) == set(harness.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
 
 
-@pytest.mark.parametrize("fuzz", [fuzz_shard, fuzz_tokenizer, fuzz_results])
+@pytest.mark.parametrize("fuzz", [fuzz_tokenizer, fuzz_results])
 @given(data=st.data())
 def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
     fuzz(fuzzed, data)

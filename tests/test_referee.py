@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import pickle
 import random
 import re
 import sys
@@ -19,8 +18,7 @@ from torch import nn
 import harness
 import prepare
 import train
-from harness import progress, referee
-from harness.quarters import quarters_by_length
+from harness import referee
 
 B, T, C = 6, 48, 16
 
@@ -389,64 +387,13 @@ def test_a_leak_at_one_position_in_sixteen_is_found_in_most_runs(tokenizer, monk
     assert found >= 14
 
 
-def quarters(model, x, y, sizes, bos: int) -> tuple[list[float], list[float]]:
-    """Bits per byte of the documents by length, by another route: document by document, in float64, in one row. Also
-    the quarters' bytes."""
-    starts = [0, *(x == bos).nonzero().flatten().tolist()[1:], len(x)]
-    with torch.no_grad():
-        nats = F.cross_entropy(model(x[None])[0].double(), y, reduction="none") * (sizes > 0)
-    documents = [(sizes[a:b].sum().item(), nats[a:b].sum().item()) for a, b in itertools.pairwise(starts)]
-    sums = [[0.0, 0.0] for _ in range(4)]
-    for rank, i in enumerate(sorted(range(len(documents)), key=lambda i: documents[i][0])):
-        sums[4 * rank // len(documents)][0] += documents[i][0]
-        sums[4 * rank // len(documents)][1] += documents[i][1]
-    return [n / math.log(2) / size if size else math.nan for size, n in sums], [size for size, _ in sums]
-
-
 @pytest.mark.parametrize(("batch_size", "seq_len", "split"), [(1, 64, "val"), (7, 33, "test"), (16, 512, "val")])
-def test_the_score_is_evaluate_bpbs_and_its_quarters_are_those_of_the_documents_by_length(
-    tokenizer, device, batch_size, seq_len, split, monkeypatch
-):
-    """Whatever the batches; and the quarters, weighted by their bytes, make up the whole."""
+def test_the_score_is_evaluate_bpbs_whatever_the_batches(tokenizer, device, batch_size, seq_len, split, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 6000)
-    x, y, sizes = (t.flatten() for t in prepare.eval_batches(tokenizer, split, 1, 1, "cpu"))
-    model = LM(tokenizer.get_vocab_size())
-    expected, nbytes = quarters(model, x, y, sizes, tokenizer.get_bos_token_id())
-    score = referee.evaluate_bpb(model.to(device), tokenizer, batch_size, seq_len, split)
-    assert score.quarters == pytest.approx(expected, rel=1e-5)
-    assert sum(a * b for a, b in zip(score.quarters, nbytes, strict=True)) / sum(nbytes) == pytest.approx(score)
-    assert nbytes == sorted(nbytes) and nbytes[0] < nbytes[3] / 3, "or the quarters differ in nothing"
     for cls in (LM, HONEST["attention"]):
         model = cls(tokenizer.get_vocab_size()).to(device)
         score = referee.evaluate_bpb(model, tokenizer, batch_size, seq_len, split)
         assert score == pytest.approx(prepare.evaluate_bpb(model, tokenizer, batch_size, seq_len, split), abs=1e-5)
-
-
-BOS = 15
-TEXTS = {  # tokens; the quarter of each target
-    "no BOS": ([1, 2, 3, 4], [0, 0, 0]),
-    "two, the first longer": ([BOS, 1, 2, BOS, 1], [2, 2, 2, 0]),
-    "three, of equal length": ([BOS, 1, BOS, 1, BOS, 1], [0, 0, 1, 1, 2]),
-    "four, one of them empty": ([BOS, 1, 2, 3, BOS, BOS, 4, BOS, 5, 6], [3, 3, 3, 3, 0, 1, 1, 2, 2]),
-    "text before the first BOS": ([1, 2, BOS, 3, BOS, 4], [2, 2, 2, 2, 0]),
-    "BOS at the end": ([BOS, 1, BOS], [0, 0]),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_each_target_is_in_the_quarter_of_the_document_whose_bos_came_last(name, device):
-    tokens, expected = TEXTS[name]
-    text = torch.tensor(tokens, device=device)
-    sizes = (text[1:] != BOS).long()
-    padding = 0, -len(sizes) % 6
-    x, sizes = (F.pad(t, padding).view(-1, 2, 3) for t in (text[:-1], sizes))
-    y = F.pad(text[1:], padding, value=-1).view(x.shape)
-    assert quarters_by_length(x, sizes, BOS).flatten()[: len(expected)].tolist() == expected
-    model = LM(16, seed=2).to(device)
-    score = referee.bits_per_byte(referee.Predictor(model, 16), BOS, "val", x, y, sizes)
-    whole = quarters(model.cpu(), text[:-1].cpu(), text[1:].cpu(), sizes.flatten().cpu()[: len(expected)], BOS)[0]
-    assert score.quarters == pytest.approx(whole, rel=1e-5, nan_ok=True)
-    assert math.isfinite(score) and pickle.loads(pickle.dumps(score)).quarters == pytest.approx(whole, nan_ok=True)
 
 
 def test_train_pys_gpt_is_scored_as_with_targets_and_a_leak_in_its_attention_is_found(tokenizer, monkeypatch, device):
@@ -475,16 +422,6 @@ def test_a_nan_that_is_scored_makes_the_score_nan(tokenizer, monkeypatch):
     assert math.isnan(referee.evaluate_bpb(nan(tokenizer.get_vocab_size()), tokenizer, B, T))
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.5, []), (4, [15, 55, 95])])
-def test_what_takes_over_ten_seconds_says_how_far_it_is_every_thirty(monkeypatch, capsys, seconds, told):
-    now = 0.0
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
-    for i, item in enumerate(progress.with_progress("abcdefghijklmnopqrst", 20, "reading")):
-        assert item == "abcdefghijklmnopqrst"[i]
-        now += seconds
-    assert i == 19 and capsys.readouterr().out == "".join(f"reading: {percent}%\n" for percent in told)
-
-
 @pytest.mark.parametrize("seconds", [0.01, 3])
 def test_scoring_says_how_far_it_is_if_it_takes_long(tokenizer, monkeypatch, capsys, seconds):
     now = 0.0
@@ -495,7 +432,7 @@ def test_scoring_says_how_far_it_is_if_it_takes_long(tokenizer, monkeypatch, cap
             now += seconds
             return x
 
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(referee, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     score = referee.evaluate_bpb(Slow(tokenizer.get_vocab_size()), tokenizer, B, T, "test")
     told = re.findall(r"^scoring test: (\d+)%$", out := capsys.readouterr().out, re.M)

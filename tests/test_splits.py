@@ -75,9 +75,9 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
 
 
-@pytest.mark.parametrize("encoding, text", [("latin-1", "naïve\n"), ("utf-16", "naïve\n"), ("utf-16-le", "naive\n")])
-def test_text_in_another_encoding_is_refused(tmp_path, encoding, text):
-    (tmp_path / "a.txt").write_text(text * 100, encoding)
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_text_in_another_encoding_is_refused(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("naïve\n" * 100, encoding)
     with pytest.raises(PrepareError, match=r"a\.txt is not UTF-8: convert it"):
         prepare.prepare(str(tmp_path))
 
@@ -203,20 +203,16 @@ def novel(first: int, chars: int) -> str:
     return "".join(next(prepare.batches(lines, chars))).strip("\n")
 
 
-def test_a_novel_is_split_by_long_spans_and_says_so(tmp_path, capsys):
+def test_a_novel_is_split_by_long_spans(tmp_path):
     """Validation and test are one span each, of 5%, in one piece: no page of theirs lies between two of train."""
     text, folder = novel(0, 600_000), tmp_path / "data"
     write_texts(folder, [text])
     splits = {split: "".join(pages) for split, pages in splits_of(prepare.prepare(str(folder))).items()}
     assert sorted(len(splits[split]) // 10_000 for split in ("val", "test")) in ([3, 3], [0, 3])
     assert splits["val"] in text and splits["test"] in text and sum(map(len, splits.values())) == len(text)
-    assert (
-        f"split by spans of {len(text) // 20:,} characters, a twentieth of all text: 000.txt\n"
-        in capsys.readouterr().out
-    )
 
 
-def test_where_there_are_many_novels_each_is_in_one_split(tmp_path, capsys):
+def test_where_there_are_many_novels_each_is_in_one_split(tmp_path):
     novels, folder = [novel(10_000 * i, 60_000) for i in range(30)], tmp_path / "data"
     write_texts(folder, *([text] for text in novels))
     expected, splits = own_splits(novels), splits_of(prepare.prepare(str(folder)))
@@ -225,25 +221,21 @@ def test_where_there_are_many_novels_each_is_in_one_split(tmp_path, capsys):
         pages = "".join(parts)
         assert len(pages) == sum(map(len, expected[split])) and all(text in pages for text in expected[split])
         assert max(map(len, parts)) <= 2**13
-    assert "split by spans" not in capsys.readouterr().out
 
 
-def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named(tmp_path, capsys, monkeypatch):
+def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named_unless_hidden(tmp_path, capsys):
     documents, folder = numbered(0, 90), tmp_path / "data"
     write_texts(folder, documents[:30])
     (folder / "000.txt").rename(folder / "A.TXT")
     write_parquet(folder / "B.PARQUET", documents[30:])
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed" and access(path, mode))
-    (folder / "closed").mkdir()  # what is in it cannot be listed
-    for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/objects/aa", ".git/HEAD", "linked/d.txt"):
+    for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/a.txt", "linked/d.txt"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(name)
     (folder / "linked").rename(tmp_path / "elsewhere")
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     splits = splits_of(prepare.prepare(str(folder)))
     assert sorted(itertools.chain(*splits.values())) == sorted(documents)
-    named = f"in {folder}, not read (6): .git, closed, linked, notes.md, sub/.hidden.txt, sub/c.jsonl\n"
+    named = f"in {folder}, not read (3): linked, notes.md, sub/c.jsonl\n"
     assert named in capsys.readouterr().out
     write_corpus(tmp_path / "corpus")
     (tmp_path / "corpus" / "more.txt").write_text("more")
@@ -406,17 +398,13 @@ def test_a_constant_that_shapes_the_data_makes_another_dataset(tmp_path, monkeyp
 # What is there already
 
 
-def test_files_whose_token_shards_are_there_are_not_downloaded_again(tmp_path, cache, monkeypatch):
-    """Also where they belong to another number of shards: those are the same files."""
+def test_files_whose_token_shards_are_there_are_not_downloaded_again(cache, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     write_climbmix(cache / "climbmix" / "raw")
     two = prepare.prepare("climbmix", 2)
     shutil.rmtree(cache / "climbmix")
     (two / "train_shards").unlink()
     assert prepare.prepare("climbmix", 2) == two
-    one = prepare.prepare("climbmix", 1)
-    assert one != two and len(list(one.glob("*.bin"))) == 3
-    assert os.path.samefile(one / "val_00000.bin", two / "val_00000.bin")
 
 
 # The dataset of a clone
