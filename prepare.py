@@ -164,7 +164,10 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, device=Non
 
 # ---- Cache
 def cache_dir() -> Path:
-    return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
+    try:
+        return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
+    except RuntimeError:  # a container's uid without an entry in /etc/passwd
+        raise PrepareError("you have no home directory: set AUTORESEARCH_CACHE to a folder") from None
 
 
 def current_dataset() -> Path:
@@ -556,6 +559,8 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
+    if data == "":
+        raise PrepareError("--data is empty, as if from a variable that is not set: name a dataset or a folder")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
     if wanted == "embedded" and not data:  # perhaps only as there was no network

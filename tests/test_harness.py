@@ -698,11 +698,14 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     git("add", "."), git("commit", "-qm", "wide")
     copy = folder / "train_v2.py"
     copy.write_text("def train():\n    return 1 / 0\n")
+    os.utime(copy, (0, 0))
     assert description() == "wide"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(copy), raising=False)
     assert description() == "wide (uncommitted: train_v2.py) (ran train_v2.py)"
     git("add", "."), git("commit", "-qm", "copied")
     assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
+    copy.touch()  # an edit that may have come after Python has read it
+    assert description() == "copied (ran train_v2.py) (changed while it started)"
     with pytest.raises(ZeroDivisionError) as error:
         runpy.run_path(copy)["train"]()
     assert harness.crash_reason(error.value) == "ZeroDivisionError line 2"

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,19 @@ def fails(capsys, monkeypatch, *args: str) -> str:
         prepare.main()
     assert isinstance(exit.value.code, str) and "\n" not in exit.value.code and len(exit.value.code) > 20
     return exit.value.code
+
+
+def test_an_empty_data_is_no_request_for_the_current_dataset(prepared):
+    with pytest.raises(PrepareError, match="--data is empty"):
+        prepare.prepare("")
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch, capsys):
+    """As in a container that runs under a number: neither HOME nor an entry in /etc/passwd."""
+    for name in ("HOME", "AUTORESEARCH_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert "no home directory: set AUTORESEARCH_CACHE" in fails(capsys, monkeypatch, "--verify")
 
 
 def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monkeypatch):
