@@ -158,7 +158,7 @@ def prompt(
     rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
     return PROMPT.format(
         budget=args.budget + f" as on a {args.gpu}" * bool(args.gpu),
-        where=f"{kind.gpus[0]}{size}, with dataset {kind.dataset}",
+        where=f"{kind.gpu}{size}, with dataset {kind.dataset}",
         minutes=args.agent_limit / 60,
         python=sys.executable,
         rules=rules[1].strip() if rules else "",

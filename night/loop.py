@@ -50,8 +50,8 @@ def loop(args: argparse.Namespace) -> None:
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
         for commit in night.noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
-        with trainer.at_work():
-            night.work()
+        trainer.begin()
+        night.work()
     finally:
         night.end_agents()
         print(night.summary())

@@ -15,9 +15,9 @@ from night.rows import (
     grouped,
     kept_before,
     kind_here,
+    pairs,
     reference,
     run_name,
-    scores,
 )
 from prepare import PrepareError
 
@@ -53,13 +53,13 @@ def discard_by_mean(runs: Collection[tuple[str, int]], base: str, kind: Kind) ->
     """Discards ideas whose mean over several seeds is not below that of `base` with these on the same GPU: one seed may
     be lucky. runs: see `run_name`."""
     with harness.edit_log() as log:
-        rows = [row for row in filter(kind.holds, log) if run_name(row) in runs and good([row], row["commit"])]
-        groups = grouped(rows, lambda row: (row["gpu"], row["commit"]))
-        for (gpu, commit), group in groups.items():
-            own, other = scores(group), scores(groups.get((gpu, base), []))
-            changes = [own[seed] - other[seed] for seed in own if seed in other]
-            if commit != base and len(changes) > 1 and statistics.mean(changes) >= 0:
-                change_status(group, "discard")
+        held = list(filter(kind.holds, log))
+        ideas = {commit for commit, _ in runs} - kept_before(held, base) - {base}
+        for rows in grouped([row for row in held if run_name(row) in runs], lambda row: row["gpu"]).values():
+            for commit in ideas:
+                changes = [after - before for before, after in pairs(rows, base, commit)]
+                if len(changes) > 1 and statistics.mean(changes) >= 0:
+                    change_status(good(rows, commit), "discard")
 
 
 def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:

@@ -6,7 +6,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -14,11 +13,11 @@ import harness
 import prepare
 from harness import crashed
 from harness.journal import journal_of
-from night.git import in_history, print_doubts, revisions
+from night.git import print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
 from night.records import Board, end_record, new_record
-from night.rows import Kind, good, grouped, kept_before, reference, run_name, scores
+from night.rows import Kind, good, grouped, kept_before, pairs, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
@@ -43,10 +42,10 @@ def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
 def table(rows: list[dict], base: str) -> str:
     """One line per revision and GPU: val_bpb and its difference from the reference there with the same seeds, both with
     standard errors if there are several seeds."""
-    groups, lines = grouped(rows, lambda row: (row["gpu"], row["commit"])), []
-    for (gpu, commit), group in groups.items():
-        own, other = scores(group), scores(groups.get((gpu, base), []))
-        change = with_error([own[seed] - other[seed] for seed in own if seed in other], "+.6f", ".5f")
+    lines, gpus = [], grouped(rows, lambda row: row["gpu"])
+    for (gpu, commit), group in grouped(rows, lambda row: (row["gpu"], row["commit"])).items():
+        own = scores(group)
+        change = with_error([after - before for before, after in pairs(gpus[gpu], base, commit)], "+.6f", ".5f")
         change = "reference" if commit == base else change
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
@@ -55,7 +54,7 @@ def table(rows: list[dict], base: str) -> str:
         line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"
         lines.append((gpu, not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
-    if len({gpu for gpu, _ in groups}) > 1:
+    if len(gpus) > 1:
         head = f"DIFFERENT GPUS: compare rows of the same GPU only\n{head}"
     return "\n".join([head, *(line for *_, line in sorted(lines))])
 
@@ -76,7 +75,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
     names = gpu_names(args.gpu)
     model = statistics.mode(names or ["cpu"])
-    kind = Kind([model], args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
+    kind = Kind(model, args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
     if args.address:
         from night.ray_pool import RayPool
 
@@ -107,16 +106,14 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
         self.pending = {}  # run: commit and subject of its `base`, the revision to beat
-        self.rivals = defaultdict(set)  # commits that a revision's row judges
         self.records = {}  # run that has started: folder of its record
         self.lost = set()  # runs that were lost, and started again, once
         self.stopped = []  # not empty after a signal
 
-    def at_work(self, total: int = 0) -> Board:
-        """A context that shows the active runs, out of `total` to end in it; within it `ended` handles signals."""
+    def begin(self, total: int = 0) -> None:
+        """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
         self.board = Board(total)
-        return self.board
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
@@ -127,25 +124,25 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         todo = [run for run in runs if run.name not in done]
         print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
-        self.rivals[base[0]] |= {run.commit for run in runs}
-        for row in rows:
-            self.judge_by(row)  # ideas of an interrupted wave that ended before their reference
+        ideas = {run.commit for run in runs}
+        for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
+            keep_winners(ideas, row, self.kind)
         per_gpu = self.per_gpu(len(todo))
-        with self.at_work(len(todo)):
-            for run in todo:
-                self.submit(run, base, per_gpu)
-            while self.pending:
-                for run, row in self.ended():
-                    if row["dataset"] != self.kind.dataset:
-                        problem = f"{run} was scored on {row['dataset']}, and here is {self.kind.dataset}"
-                        raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
-                    rival = run_of(*base, run.seed)
-                    waits = rival.name in {run.name, *(other.name for other in self.pending)}
-                    if not waits and self.lacks_rival(row, rival):
-                        self.submit(rival, base, per_gpu)
-        earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
-        judged = {run.name for run in runs if run.commit == base[0] or run.commit not in earlier}
-        discard_by_mean(judged, base[0], self.kind)
+        self.begin(len(todo))
+        for run in todo:
+            self.submit(run, base, per_gpu)
+        while self.pending:
+            for run, row in self.ended():
+                if row["dataset"] != self.kind.dataset:
+                    problem = f"{run} was scored on {row['dataset']}, and here is {self.kind.dataset}"
+                    raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
+                if run.commit == base[0]:
+                    keep_winners(ideas, row, self.kind)
+                rival = run_of(*base, run.seed)
+                waits = rival.name in {run.name, *(other.name for other in self.pending)}
+                if not waits and self.lacks_rival(row, rival):
+                    self.submit(rival, base, per_gpu)
+        discard_by_mean({run.name for run in runs}, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
@@ -166,12 +163,6 @@ class Trainer:
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
         self.pool.submit(run, command, record, per_gpu or args.per_gpu)
         self.pending[run] = base
-        self.rivals[base[0]].add(run.commit)
-
-    def judge_by(self, row: dict) -> None:
-        """If it is a reference's row: judges the ideas that ended before it."""
-        if rivals := self.rivals.get(row["commit"]):
-            keep_winners(rivals, row, self.kind)
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
@@ -203,7 +194,6 @@ class Trainer:
                         break
                     time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
                 print(text)
-                self.judge_by(row)
                 yield run, row
         self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:

@@ -445,12 +445,12 @@ def history(monkeypatch, tmp_path):
 )
 def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history, log, commit, of_60_s):
     history(*log)
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * commit
-    assert reference(Kind(["A"], "60 s", "d")) == 7 * of_60_s
-    assert reference(Kind(["A"], "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
+    assert reference(Kind("A", "300 s", "d")) == 7 * commit
+    assert reference(Kind("A", "60 s", "d")) == 7 * of_60_s
+    assert reference(Kind("A", "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * commit
-    assert reference(Kind(["A"], "60 s", "d")) == "ccccccc"
+    assert reference(Kind("A", "300 s", "d")) == 7 * commit
+    assert reference(Kind("A", "60 s", "d")) == "ccccccc"
 
 
 @pytest.fixture
@@ -495,7 +495,7 @@ def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(histo
     history("a|1.3|keep|A|d", "b|1.35|discard|A|d")
     row = dict(memory_gb=1.0, gpu="A", dataset="d", commit="bbbbbbb+", description="x")
     assert harness.log_result(val_bpb=1.2, **row) == "keep"
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * "a"
+    assert reference(Kind("A", "300 s", "d")) == 7 * "a"
 
 
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
@@ -531,7 +531,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
 
 def test_nothing_overrules_a_persons_word(history):
     history("a|1.3|keep|A|d", "b|1.2|discard|A|d", "c|1.25|keep|A|d", "a|1.3|discard|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     assert statuses.set_status(7 * "b", kind, "discard", by="person")
     assert statuses.set_status(7 * "c", kind, "keep", by="person")
     before = harness.read_results()
@@ -547,7 +547,7 @@ def test_nothing_overrules_a_persons_word(history):
 
 def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
     history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     assert statuses.set_status(7 * "b", kind, "discard", by="person")
     assert statuses.set_status(7 * "c", kind, "keep", by="person")
     history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
@@ -563,7 +563,7 @@ def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons
 
 def test_an_earlier_commit_that_runs_again_with_another_seed_does_not_become_the_reference(history):
     history("a|1.3|keep|A|d", "b|1.2|keep|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     row = dict(val_bpb=1.1, memory_gb=1.0, commit=7 * "a", description="x", gpu="A", dataset="d", seed=1)
     assert harness.log_result(**row) == "keep" and reference(kind) == 7 * "b"
     assert statuses.set_status(7 * "a", kind, "keep", by="person") and reference(kind) == 7 * "a"

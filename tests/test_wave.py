@@ -177,7 +177,7 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
         harness.log_result(val_bpb=val_bpb, gpu="A", description="x", commit=commit, seed=own, **row)
     harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
-    kind, run = Kind(["A", "B"], "300 s", "d", report=report), Run("i", "idea", seed)
+    kind, run = Kind("A", "300 s", "d", anywhere=True, report=report), Run("i", "idea", seed)
     lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
     log_row(run, kind, ("b", "base"), "\n".join(lines), [])
     *_, row = harness.read_results()
@@ -194,7 +194,7 @@ def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, mo
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")
     places, kind = waves.start_pool(parse(["wave"]))
-    assert places == ["6", "7"] and kind.gpus == ["RTX 4090"]
+    assert places == ["6", "7"] and kind.gpu == "RTX 4090"
     assert capsys.readouterr().out == "no run on RTX 3090: scores compare with those on RTX 4090 only\n"
 
 
@@ -232,7 +232,7 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
     with open(harness.RESULTS, "ab") as file:
         file.write(b"\xff no row\n")
     log("base", 1.3, "keep"), log("late", 1.2)
-    before, kind = harness.RESULTS.read_bytes(), Kind(["A", "B"], "300 s", "d")
+    before, kind = harness.RESULTS.read_bytes(), Kind("A", "300 s", "d", anywhere=True)
     keep_winners({"idea", "far", "tie", "dead", "hand", "new", "seed", "late"}, harness.read_results()[-2], kind)
     lines = before.split(b"\n")
     line = lines.pop(3)  # after the header: the second row of the idea
@@ -254,7 +254,7 @@ def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_pa
     harness.log_result(val_bpb=1.35, description="lucky", commit="l", to_beat=9.0, **row)
     harness.log_result(val_bpb=0, description="fine", seed=3, commit="f", reason="x", **row)
     runs = {rows.run_name(row) for row in harness.read_results()[:-2]}
-    discard_by_mean(runs, "b", Kind(["A"], "300 s", "d"))
+    discard_by_mean(runs, "b", Kind("A", "300 s", "d"))
     status = {told(row): row["status"] for row in harness.read_results()}
     assert status["lucky, seed 0"] == "discard" and status["lucky"] == status["fine, seed 0"] == "keep"
     assert status["one, seed 0"] == "keep"
