@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import harness
 import prepare
+from night.checkout import SCRATCH
 from night.git import ROOT, in_history
 from night.ideas import describe
 from night.proposals import AGAIN, checkout, diff, folder, live_row, new_proposal, plain
@@ -125,8 +127,9 @@ def check_command(command: str) -> None:
 
 def start(args: argparse.Namespace, name: str, command: str, base: str, branch: str, text: str, now: float) -> Agent:
     """Starts an agent with a prompt in a checkout of the reference."""
-    work, files = checkout(base)
+    work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
     try:
+        files = checkout(work, base)
         with new_proposal(branch) as n:
             prompt = work.with_name("PROMPT.md")
             for path in (prompt, folder(n) / "prompt.md"):
@@ -142,7 +145,7 @@ def start(args: argparse.Namespace, name: str, command: str, base: str, branch: 
                 process = subprocess.Popen(
                     [sys.executable, "-m", "night.agent"], cwd=ROOT, env=ours, stdin=stdin, start_new_session=True
                 )
-    except BaseException:
+    except BaseException:  # the disk is full, say
         shutil.rmtree(work.parent, ignore_errors=True)
         raise
     print(f"ask      proposal {n}, {name}{shlex.split(command)[0]}")

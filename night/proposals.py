@@ -14,15 +14,15 @@ from pathlib import Path
 
 import harness
 import prepare
-from night.checkout import SCRATCH
-from night.git import archive, compiled, git, read_train
+from night.git import archive, compiled, git, git_bytes, read_train
 from night.records import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
-HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
+# What an agent need not see
+HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # For the throw-away repository of a checkout, whatever the user has told git
 SETTINGS = """
 [user]
@@ -30,6 +30,7 @@ name = night
 email = night@localhost
 [core]
 autocrlf = false
+attributesFile = /dev/null
 hooksPath = /dev/null
 [commit]
 gpgSign = false
@@ -105,28 +106,18 @@ def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------- checkouts
-def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
-    """A new folder with a throw-away git repository of a commit's files that concern an agent; and their contents."""
-    work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
-    try:
-        return work, fill(work, commit)
-    except BaseException:  # the disk is full, say
-        shutil.rmtree(work.parent, ignore_errors=True)
-        raise
-
-
-def fill(work: Path, commit: str) -> dict[str, bytes]:
-    """Makes the folder a repository of the commit's files; returns their contents."""
+def checkout(work: Path, commit: str) -> dict[str, bytes]:
+    """Makes a folder with a throw-away git repository of a commit's files that concern an agent; returns their
+    contents."""
     work.mkdir()
-    files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
+    names = os.fsdecode(git_bytes("ls-tree", "-rz", "--name-only", commit)).split("\0")[:-1]
+    files = archive(commit, *(name for name in names if not re.match(HIDDEN, name)))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
     options = dict(cwd=work, env=harness.clean_environment(), check=True)
     subprocess.run(["git", "init", "-q", "--template="], **options)
     with open(work / ".git" / "config", "a") as file:
         file.write(SETTINGS)
-    (work / ".git" / "info").mkdir(exist_ok=True)
-    (work / ".git" / "info" / "attributes").write_text("* -text -filter -ident\n")  # bytes stay as they are
     subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
     return contents
 

@@ -499,12 +499,11 @@ def test_a_repository_named_in_the_environment_is_not_touched(played, monkeypatc
 
 
 def test_whatever_the_user_has_told_git_a_proposal_is_its_edit(played, monkeypatch):
-    """Line ends, hooks, colours and signatures; by the user's configuration, and by attributes of the clone."""
-    hooks, config = played.folder.with_name("hooks"), played.folder.with_name("config")
+    """Line ends, hooks, colours and signatures."""
+    hooks, config, attributes = (played.folder.with_name(name) for name in ("hooks", "config", "attributes"))
     hooks.mkdir()
     for name in ("pre-commit", "prepare-commit-msg", "commit-msg"):
         (hooks / name).symlink_to("/bin/false")
-    attributes = played.folder / ".git" / "info" / "attributes"
     attributes.write_text("* text=auto eol=crlf\n")
     text = f"[core]\nautocrlf = true\nattributesFile = {attributes}\nhooksPath = {hooks}\n"
     config.write_text(f"{text}[color]\nui = always\n[commit]\ngpgsign = true\n[log]\nshowSignature = true\n")

@@ -1,11 +1,8 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
 import functools
-import os
 import re
-import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +67,9 @@ class Searched(Scratch):
     def propose(self, base: str, *options: str) -> str:
         """What the tuner writes as IDEA. self.work: where; self.study: what Optuna knew, and the trial."""
         create = optuna.create_study
-        self.work, _ = proposals.checkout(base)
+        self.work = self.folder.with_name(f"agent{self.luck}") / "work"
+        self.work.parent.mkdir()
+        proposals.checkout(self.work, base)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.work)
             patch.setattr(optuna, "create_study", lambda **args: setattr(self, "study", create(**args)) or self.study)
@@ -104,9 +103,7 @@ class Searched(Scratch):
 def quick(tmp_path, monkeypatch):
     quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
-    yield quick
-    for folder in Path("/tmp").glob(f"t4-night-{os.getpid()}-*"):  # checkouts, which a loop would delete
-        shutil.rmtree(folder)
+    return quick
 
 
 @pytest.fixture

@@ -169,10 +169,7 @@ def test_a_table_compares_means_at_the_same_seeds_on_the_same_gpu():
     ("gpu", "seed", "report", "status"),
     [("A", 42, False, "keep"), ("A", 1, False, "discard"), ("B", 42, False, "discard"), ("B", 42, True, "report")],
 )
-def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(
-    tmp_path, monkeypatch, gpu, seed, report, status
-):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(played, gpu, seed, report, status):
     row = dict(memory_gb=1.0, dataset="d", to_beat=math.inf)
     for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
         harness.log_result(val_bpb=val_bpb, gpu="A", description="x", commit=commit, seed=own, **row)
@@ -219,9 +216,8 @@ def test_the_reference_runs_where_its_idea_did_and_on_a_cluster_nodes_of_one_mod
     assert capsys.readouterr().out.endswith("no run on c: scores on T4 and H100 do not compare\n")
 
 
-def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_path, monkeypatch):
+def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(played):
     """By their last rows with its seed. What it beats stays as it is; what is no row goes to the end."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
 
     def log(name: str, val_bpb: float, status: str = "discard", gpu: str = "A", seed: int = 42) -> None:
         row = dict(memory_gb=1.0, dataset="d", to_beat=9.0 * (status == "keep"), reason="killed" * (status == "crash"))
@@ -242,9 +238,8 @@ def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(tmp_pat
     assert harness.RESULTS.read_bytes().split(b"\n") == [*lines[:-1], kept, b"\xff no row", b""]
 
 
-def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(tmp_path, monkeypatch):
+def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(played):
     """Rows that are not of these runs, such as one that somebody has kept, stay as they are."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     scores = {"base": (1.3, 1.4, 1.5), "lucky": (1.2, 1.6, 1.5), "fine": (1.2, 1.41, 1.5), "one": (1.2,)}
     for name, bpb in scores.items():
         for seed, val_bpb in enumerate(bpb):
@@ -611,15 +606,8 @@ def test_a_command_that_cannot_be_ends_in_a_line(clone):
     assert re.search("^night: .*bad revision 'no-such-branch'", output, re.M) and "Traceback" not in output
 
 
-def test_gpus_that_do_not_answer_are_told_in_a_line_even_if_the_question_cannot_be_killed(monkeypatch):
-    """As a process that waits for a driver."""
-    asked = []
+def test_gpus_that_do_not_answer_are_told_in_a_line(monkeypatch):
     monkeypatch.setattr(pool, "ANSWER", 0.5)
     monkeypatch.setattr(pool, "GPU_NAMES", "import time; time.sleep(100)")
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: asked.append(process))
-    start = time.monotonic()
     with pytest.raises(prepare.PrepareError, match="GPUs do not answer within"):
         kind_here(parse(["reference"]))
-    assert time.monotonic() < start + 60
-    asked[0].send_signal(signal.SIGKILL)
-    asked[0].wait()
