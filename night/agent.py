@@ -130,21 +130,19 @@ def start(args: argparse.Namespace, name: str, command: str, base: str, branch: 
     work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
     try:
         files = checkout(work, base)
-        with new_proposal(branch) as n:
-            prompt = work.with_name("PROMPT.md")
-            for path in (prompt, folder(n) / "prompt.md"):
-                path.write_text(text, "utf-8")
-            words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
-            task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
-            task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
-            ours = harness.clean_environment()
-            passed = [*ENVIRONMENT, *args.agent_env.split(",")]
-            task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
-            ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
-            with open(prompt) as stdin:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "night.agent"], cwd=ROOT, env=ours, stdin=stdin, start_new_session=True
-                )
+        n, prompt = new_proposal(branch), work.with_name("PROMPT.md")
+        for path in (prompt, folder(n) / "prompt.md"):
+            path.write_text(text, "utf-8")
+        words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
+        task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
+        task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
+        ours = harness.clean_environment()
+        passed = [*ENVIRONMENT, *args.agent_env.split(",")]
+        task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+        ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
+        with open(prompt) as stdin:
+            options = dict(cwd=ROOT, env=ours, stdin=stdin, start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-m", "night.agent"], **options)
     except BaseException:  # the disk is full, say
         shutil.rmtree(work.parent, ignore_errors=True)
         raise

@@ -145,8 +145,8 @@ class Gains:
             self.decided(f"keep, and part of {now}", *merged)
         else:
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
-            with new_proposal(self.branch) as n:
-                trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
+            n = new_proposal(self.branch)
+            trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
             self.again = Again(n, now, merged)
             if not trains:  # it has been tried
                 self.settle_again(False)

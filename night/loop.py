@@ -4,9 +4,11 @@ import argparse
 import itertools
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -150,7 +152,7 @@ class Loop:
         for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
-            if proposals.first_word(n) in ("keep", "discard", "crash"):
+            if proposals.verdict(n).startswith(("keep", "discard", "crash")):
                 continue
             if rows:
                 self.gains.settle(n, base, rows[-1])
@@ -192,7 +194,7 @@ class Loop:
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
-        refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
+        refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
@@ -246,7 +248,8 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        count = proposals.count_verdicts()
+        told = [text for text in proposals.verdicts().values() if text not in ("", proposals.ENDED)]
+        count = Counter(re.match(r"\w+", text)[0] for text in told)
         failed = count.pop("failed", 0)
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         reason, now = "", ""

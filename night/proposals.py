@@ -4,12 +4,9 @@ import ast
 import functools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import harness
@@ -38,10 +35,6 @@ gpgSign = false
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
-def numbers() -> list[int]:
-    return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*") if path.name.isdecimal())
-
-
 def folder(n: int) -> Path:
     return PROPOSALS / str(n)
 
@@ -56,18 +49,9 @@ def verdict(n: int) -> str:
     return prepare.read(folder(n) / "verdict.txt")
 
 
-def verdicts() -> list[str]:
-    return [text for n in numbers() if (text := verdict(n))]
-
-
-def first_word(n: int) -> str:
-    """Of a verdict: keep, discard, crash, waits, trains, refused or failed; "" without one."""
-    return re.match(r"\w*", verdict(n))[0]
-
-
-def count_verdicts() -> Counter:
-    """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
-    return Counter(first_word(n) for n in numbers() if verdict(n) not in ("", ENDED))
+def verdicts() -> dict[int, str]:
+    """By number. They begin with keep, discard, crash, waits, trains, refused or failed; "" without one."""
+    return {n: verdict(n) for n in sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())}
 
 
 def diff(before: bytes, text: bytes, context: int = 3) -> str:
@@ -85,16 +69,11 @@ def save_diff(n: int, before: bytes, text: bytes) -> None:
         (folder(n) / "train.diff").write_text(diff(before, text), "utf-8")
 
 
-@contextmanager
-def new_proposal(branch: str) -> Iterator[int]:
-    """A number with its folder, which an error removes again."""
-    n = 1 + max([0, *numbers(), *(n for n, *_ in accepted(branch).values())])
+def new_proposal(branch: str) -> int:
+    """A number with its folder."""
+    n = 1 + max([0, *verdicts(), *(n for n, *_ in accepted(branch).values())])
     note(n, ENDED)
-    try:
-        yield n
-    except BaseException:
-        shutil.rmtree(folder(n), ignore_errors=True)
-        raise
+    return n
 
 
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:

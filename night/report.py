@@ -1,7 +1,6 @@
 """The report on the morning after: how much of the night's gain was luck?"""
 
 import argparse
-import math
 import statistics
 from collections.abc import Collection
 
@@ -14,7 +13,7 @@ from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
 from night.records import run_seconds
-from night.rows import arms, count_kept, elsewhere, experiments, good, pairs, scores
+from night.rows import count_kept, elsewhere, experiments, good, pairs, scores
 from night.wave import Trainer, run_of, start_pool
 from prepare import TIME_BUDGET, PrepareError
 
@@ -36,8 +35,6 @@ def report(args: argparse.Namespace) -> None:
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
     title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
     title += f"{sum(map(crashed, rows))} crashed."
-    if len(found := arms(rows)) > 1:
-        title += "".join(f"\n{best_of(*one)}" for one in found.items())
     print(title)
     parts = [title]
 
@@ -61,12 +58,6 @@ def report(args: argparse.Namespace) -> None:
             gain = statistics.mean(before - after for before, after in pairs(trained, *ends))
             write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer, gain)}")
     plot()
-
-
-def best_of(arm: str, rows: list[dict]) -> str:
-    best = min(rows, key=lambda row: row["val_bpb"] or math.inf)  # a crash has 0
-    name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best["val_bpb"] else "none, all crashed"
-    return f"- Lowest of {len(rows)} by {arm}, partly luck: {name}."
 
 
 def gains(

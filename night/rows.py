@@ -1,7 +1,6 @@
 """Which rows of results.tsv belong together, and the commit that the next experiment starts from."""
 
 import argparse
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -74,12 +73,6 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
     return groups
 
 
-def arm(row: dict) -> str:
-    """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
-    agent, tuner = re.match(r"(?:(agent \d+): )?(?:tune (tpe|random): )?", row["description"]).groups()
-    return tuner or agent or "agent"
-
-
 def one_seed(rows: list[dict]) -> list[dict]:
     """The rows with the seed that most scores have: these can be compared."""
     seed = statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
@@ -96,14 +89,6 @@ def count_kept(rows: list[dict]) -> str:
     kept = {row["commit"].rstrip("+") for row in rows if row["status"] == "keep"}
     here = kept & {row["commit"] for row in in_history(rows)}
     return f"{len(kept)} kept" + f" ({len(here)} on this branch)" * (0 < len(here) < len(kept))
-
-
-def arms(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows with one seed by arm, without the baseline's and what measures the noise."""
-    rows = one_seed(rows)
-    first = baseline(rows)["commit"] if rows else None
-    rows = [row for row in rows if row["commit"] != first and not row["description"].startswith(NUDGED)]
-    return grouped(rows, arm)
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:

@@ -8,7 +8,6 @@ import harness
 from night.git import in_history
 from night.rows import (
     Kind,
-    baseline,
     commit_with_row,
     elsewhere,
     good,
@@ -68,11 +67,10 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
     with harness.edit_log() as log:
         rows = list(filter(kind.holds, log))
         found = good(rows, commit)
-        first = found and baseline(rows)["commit"] == commit
         changed = change_status(found[-1:] if status == "keep" else found, status, by)
         for row in changed if status == "keep" else []:
             if in_history([other for other in rows[rows.index(row) + 1 :] if other["status"] == "keep"]):
-                move_to_end(log, [dict(row) if first else row])  # the night's first kept row stays where it is, too
+                move_to_end(log, [row])
     return bool(found)
 
 

@@ -62,15 +62,11 @@ def table(rows: list[dict], base: str) -> str:
 def start_pool(args: argparse.Namespace) -> tuple:
     """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
 
-    Raises PrepareError if another wave is at work or the log cannot take rows."""
+    Raises PrepareError if another wave is at work."""
     # locked until this process ends; in the git directory, which no `git clean` touches
     args.alone = open(journal_of(harness.RESULTS).with_name("results.tsv.wave"), "ab")
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
-    try:
-        harness.parse_log(prepare.read(harness.RESULTS))
-    except ValueError as error:
-        raise PrepareError(f"{harness.RESULTS} cannot take rows: {error}") from None
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
     names = gpu_names(args.gpu)

@@ -1023,14 +1023,11 @@ SECTIONS = [
         ("sorted([knob.low, values[knob.name], knob.high])", "[knob.low, knob.high]"),
         ("() if args.tokens else SIZES", "SIZES"),
     ]),
-    ("The arms", "night/rows.py", ["test_tune.py", "-k", "arms"], [
-        ("return tuner or agent or", "return tuner or"),
-        ("return tuner or agent or", "return agent or tuner or"),
-    ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
         ('if text.startswith("refused")]', "]"),
+        ('if text not in ("", proposals.ENDED)]', 'if text]'),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
-        ('in ("keep", "discard", "crash"):', 'in ():'),
+        ('.startswith(("keep", "discard", "crash")):', '.startswith(()):'),
         ("            if rows:\n                self.gains.settle(n, base, rows[-1])", "            if False:\n                pass"),
         (", *(run for run, _ in self.queue)]", "]"),
         ("self.trained += bool(rows)", "self.trained += 0"),
@@ -1077,7 +1074,6 @@ SECTIONS = [
     ]),
     ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
         ("if n.isdecimal()}", "}"),
-        ("        shutil.rmtree(folder(n), ignore_errors=True)\n        raise", "        raise"),
         ("env=harness.clean_environment(), check", "check"),
         ("attributesFile = /dev/null\n", ""),
         (r"|program\.md|", "|"),
@@ -1087,7 +1083,6 @@ SECTIONS = [
         ("row if i == live else", "row if i != live else"),
         ('getattr(row, "elts", [row])[0] for', 'row.elts[1] for'),
         ("program(text, live) == program(before, live)", "False"),
-        ('not in ("", ENDED))', '!= "")'),
     ]),
     ("Gains", "night/gains.py", ["test_loop.py", "-k", "gain or merge or discards or seven or simulated or index or turns or good"], [
         ("if on_top := [gain for gain in gains if gain.base == reference]:", "if on_top := []:"),
@@ -1417,7 +1412,6 @@ SECTIONS = [
         ('found[-1:] if status == "keep" else', 'found[:1] if status == "keep" else'),
         ('rows = list(filter(kind.holds, log))', 'rows = list(log)'),
         ('if in_history([other for', 'if ([other for'),
-        ('dict(row) if first else row', 'row'),
         ('if by == "person" or row["by"] != "person":', 'if True:'),
         ('by="person"):', 'by="night"):'),
         ('not args.discard and not in_history(good(', 'not args.discard and in_history(good('),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from small_corpus import ROOT, told
-from test_loop import EVERY, Loop
 from test_wave import SIX, Clone
 
 import prepare
@@ -160,26 +159,6 @@ def test_a_wrong_address_of_a_cluster_ends_in_a_line(monkeypatch, tmp_path, form
         address = form.format(port=silent.getsockname()[1])
         with pytest.raises(prepare.PrepareError, match=f"no Ray cluster answers at {address}: check --address"):
             ray_pool.check_cluster(address)
-
-
-@pytest.mark.timeout(600)
-def test_on_a_cluster_too_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(
-    prepared, tmp_path, monkeypatch
-):
-    loop = Loop(tmp_path / "clone", prepared)
-    nodes = Cluster(loop, monkeypatch)
-    try:
-        nodes.add(), nodes.add()
-        address = f"--address={nodes.cluster.address}"
-        night = loop.loop(EVERY, args=["--runs=999", address])
-        loop.wait(night, lambda: len(loop.rows()) >= 6)
-        night.kill()
-        assert loop.all_gone(runs=True)
-        output = loop.finish(loop.loop(EVERY, args=["--runs=10", address]))
-        assert len(loop.verdicts()) >= 10 and re.search(r"^1\d runs: ", output, re.M), output
-    finally:
-        nodes.cluster.shutdown()
-        loop.kill_the_rest()
 
 
 def test_runs_that_a_cluster_does_not_answer_for_end_with_their_time(monkeypatch):
