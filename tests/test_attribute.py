@@ -9,11 +9,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scratch import Scratch
 from test_report import LABEL, Morning
 
 import harness
 import prepare
-from night import git, proposals
+from night import git
 from night.attribute import Change, halves, lineage, possible, prune, try_changes
 from night.git import revisions
 
@@ -49,14 +50,7 @@ result(TRUE + noise("val"), TRUE + noise("test"))
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
     """A function that runs a script in a new repository, on its branch `night`; night works in that, too."""
-    monkeypatch.setattr("night.git.ROOT", tmp_path)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-
-    def shell(script: str) -> str:
-        return subprocess.check_output(["sh", "-ec", script], cwd=tmp_path, text=True).strip()
-
-    shell("git init -q -b night")
-    return shell
+    return Scratch(tmp_path / "clone", monkeypatch, {}).shell
 
 
 def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> tuple[list[Change], int]:
@@ -197,17 +191,6 @@ def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
     assert shell("git branch --format='%(refname:short)'") == "night", "hundreds of branches"
 
 
-def test_hashes_of_sha256_are_hashes(shell):
-    shell("rm -r .git; git init -q --object-format=sha256 -b night")
-    head = shell("echo a > train.py; git add .; git commit -q -m 'the first'; git rev-parse HEAD")
-    proposal = git.commit_train(head, b"b\n", "the second", "night-loop/1")
-    assert revisions([head, proposal]) == [(head[:7], "the first"), (proposal, "the second")]
-    assert proposals.accepted("night") == {proposal: (1, head[:7], "the second")}
-    assert len(head) == 64 and b"train.py" in git.archive(proposal)
-    git.move_branch("night", shell(f"git rev-parse {proposal}"), head)
-    assert git.read_train("night") == b"b\n"
-
-
 def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch):
     """By the environment of a hook or an alias, by the user's configuration and attributes; on a signed parent, too."""
     gpg = tmp_path / "gpg"
@@ -220,7 +203,7 @@ def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch)
     other, config = tmp_path / "other", tmp_path / "config"
     attributes = "* text=auto eol=crlf export-ignore"  # of all the user's clones
     config.write_text(f"[log]\nshowSignature = true\n[gpg]\nprogram = {gpg}\n[merge]\nconflictStyle = diff3\n")
-    shell(f"git init -q {other}; echo '{attributes}' > attributes")
+    shell(f"git init -q {other}; echo '{attributes}' > {tmp_path}/attributes")
     with config.open("a") as file:
         file.write(f"[core]\nautocrlf = true\nattributesFile = {tmp_path}/attributes\nhooksPath = {tmp_path}\n")
         file.write("[commit]\ngpgSign = true\n[i18n]\ncommitEncoding = latin1\nlogOutputEncoding = latin1\n")

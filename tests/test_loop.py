@@ -402,20 +402,13 @@ def test_what_a_person_does_with_git_meanwhile_costs_no_row_and_moves_no_commit(
     assert played.shell("git branch --format='%(refname:short)'").split() == ["night", "other"]
 
 
-def test_a_repository_named_in_the_environment_is_not_touched(played, monkeypatch):
-    """As in a hook or an alias: the loop once committed the deletion of results.tsv there."""
+def test_whatever_the_user_has_told_git_a_proposal_is_its_edit(played, monkeypatch):
+    """Line ends, hooks, colours and signatures; another repository, as a hook or an alias does."""
     theirs = played.folder.with_name("theirs")
     played.shell(f"git init -q {theirs}; cp .git/index {theirs}/.git/index")
     before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
     for name, place in dict(GIT_DIR=".git", GIT_WORK_TREE="", GIT_INDEX_FILE=".git/index").items():
         monkeypatch.setenv(name, str(theirs / place))
-    played.night("A", args=["--runs=1"])
-    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
-    assert [status for _, status in played.tried()] == ["keep"]
-
-
-def test_whatever_the_user_has_told_git_a_proposal_is_its_edit(played, monkeypatch):
-    """Line ends, hooks, colours and signatures."""
     hooks, config, attributes = (played.folder.with_name(name) for name in ("hooks", "config", "attributes"))
     hooks.mkdir()
     for name in ("pre-commit", "prepare-commit-msg", "commit-msg"):
@@ -431,6 +424,7 @@ def test_whatever_the_user_has_told_git_a_proposal_is_its_edit(played, monkeypat
     played.night("A,B", args=["--runs=2"])
     diffs = [(proposals.folder(n) / "train.diff").read_text() for n in (1, 2)]
     assert [len(re.findall("^[-+][AB]", diff, re.M)) for diff in diffs] == [2, 2]
+    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
     assert {status for _, status in played.tried()} == {"keep"}
 
 
