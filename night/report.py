@@ -30,10 +30,8 @@ def report(args: argparse.Namespace) -> None:
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
         raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
-    gpu = statistics.mode(row["gpu"] for row in rows)
-    rows = [row for row in rows if row["gpu"] == gpu]
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
-    title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
+    title = f"{kind}: {len(rows)} experiments, {count_kept(rows)}, "
     title += f"{sum(map(crashed, rows))} crashed."
     print(title)
     parts = [title]
@@ -47,7 +45,7 @@ def report(args: argparse.Namespace) -> None:
     if len(kept) < 2:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
-        trainer = Trainer(args, pool, kind._replace(gpu=gpu.partition(" as ")[0], report=True, anywhere=False))
+        trainer = Trainer(args, pool, kind._replace(report=True))
         runs = [run_of(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
         ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)

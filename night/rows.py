@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     dataset: str
     imitates: str = ""  # --gpu; not part of `gpu`
     report: bool = False  # rows of a report, or of experiments
-    anywhere: bool = False  # in a cluster: rows on any GPU
 
     def __str__(self) -> str:
         return ", ".join(self.place())
@@ -38,9 +37,7 @@ class Kind(NamedTuple):
         return [row for row in harness.read_results() if self.holds(row)]
 
     def holds(self, row: dict) -> bool:
-        gpu, _, imitates = row["gpu"].partition(" as ")
-        here = (self.anywhere or gpu == self.gpu) and imitates == self.imitates
-        return here and place(row)[1:] == self.place()[1:] and (row["status"] == "report") == self.report
+        return place(row) == self.place() and (row["status"] == "report") == self.report
 
 
 def kind_here(args: argparse.Namespace) -> Kind:

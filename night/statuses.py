@@ -11,7 +11,6 @@ from night.rows import (
     commit_with_row,
     elsewhere,
     good,
-    grouped,
     kept_before,
     kind_here,
     pairs,
@@ -35,11 +34,11 @@ def move_to_end(log: list[dict], rows: list[dict]) -> None:
 
 
 def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
-    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, on its GPU, ended before it and
-    beat it: their rows move to the end of the log."""
+    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, ended before it and beat it:
+    their rows move to the end of the log."""
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
-        rows = [row for row in held if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
+        rows = [row for row in held if row["seed"] == base["seed"]]
         last = {run_name(row): i for i, row in enumerate(rows)}
         end = last.get(run_name(base), 0)
         new = {*ideas} - kept_before(held, base["commit"])
@@ -49,16 +48,15 @@ def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
 
 
 def discard_by_mean(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
-    """Discards ideas whose mean over several seeds is not below that of `base` with these on the same GPU: one seed may
-    be lucky. runs: see `run_name`."""
+    """Discards ideas whose mean over several seeds is not below that of `base` with these: one seed may be lucky. runs:
+    see `run_name`."""
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
-        ideas = {commit for commit, _ in runs} - kept_before(held, base) - {base}
-        for rows in grouped([row for row in held if run_name(row) in runs], lambda row: row["gpu"]).values():
-            for commit in ideas:
-                changes = [after - before for before, after in pairs(rows, base, commit)]
-                if len(changes) > 1 and statistics.mean(changes) >= 0:
-                    change_status(good(rows, commit), "discard")
+        rows = [row for row in held if run_name(row) in runs]
+        for commit in {commit for commit, _ in runs} - kept_before(held, base) - {base}:
+            changes = [after - before for before, after in pairs(rows, base, commit)]
+            if len(changes) > 1 and statistics.mean(changes) >= 0:
+                change_status(good(rows, commit), "discard")
 
 
 def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:

@@ -40,23 +40,21 @@ def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """One line per revision and GPU: val_bpb and its difference from the reference there with the same seeds, both with
-    standard errors if there are several seeds."""
-    lines, gpus = [], grouped(rows, lambda row: row["gpu"])
-    for (gpu, commit), group in grouped(rows, lambda row: (row["gpu"], row["commit"])).items():
+    """One line per revision: val_bpb and its difference from the reference with the same seeds, both with standard
+    errors if there are several seeds."""
+    lines = []
+    for commit, group in grouped(rows, lambda row: row["commit"]).items():
         own = scores(group)
-        change = with_error([after - before for before, after in pairs(gpus[gpu], base, commit)], "+.6f", ".5f")
+        change = with_error([after - before for before, after in pairs(rows, base, commit)], "+.6f", ".5f")
         change = "reference" if commit == base else change
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
         text = label(group[-1]) if len(group) == 1 else f"{group[-1]['description']}, {len(own)} seeds"
-        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"
-        lines.append((gpu, not own, line))
+        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {group[-1]['gpu']}"
+        lines.append((not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
-    if len(gpus) > 1:
-        head = f"DIFFERENT GPUS: compare rows of the same GPU only\n{head}"
-    return "\n".join([head, *(line for *_, line in sorted(lines))])
+    return "\n".join([head, *(line for _, line in sorted(lines))])
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
@@ -69,18 +67,19 @@ def start_pool(args: argparse.Namespace) -> tuple:
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    names = gpu_names(args.gpu)
-    model = statistics.mode(names or ["cpu"])
-    kind = Kind(model, args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
+    kind = Kind("", args.budget, prepare.dataset_id(), args.gpu or "")
     if args.address:
         from night.ray_pool import RayPool
 
-        return RayPool(args.address, kind.dataset, args.per_gpu, args.limit, args.locked), kind
+        pool = RayPool(args, kind.dataset)
+        return pool, kind._replace(gpu=pool.model)
+    names = gpu_names(args.gpu)
+    model = statistics.mode(names or ["cpu"])
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
     places = [place.strip() for place, name in zip(places.split(","), names, strict=False) if name == model]
     for other in sorted({*names} - {model}):
         print(f"no run on {other}: scores compare with those on {model} only")
-    return Local(places, args.per_gpu, args.limit, args.locked), kind
+    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=model)
 
 
 def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
@@ -134,18 +133,9 @@ class Trainer:
                     raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
                 if run.commit == base[0]:
                     keep_winners(ideas, row, self.kind)
-                rival = run_of(*base, run.seed)
-                waits = rival.name in {run.name, *(other.name for other in self.pending)}
-                if not waits and self.lacks_rival(row, rival):
-                    self.submit(rival, base, per_gpu)
         discard_by_mean({run.name for run in runs}, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
-
-    def lacks_rival(self, idea: dict, rival: Run) -> bool:
-        """Whether an idea ended on a GPU where the reference has not run, as it has on other nodes."""
-        rows = [row for row in self.kind.rows() if run_name(row) == rival.name and row["gpu"] == idea["gpu"]]
-        return bool(rival.commit) and not crashed(idea) and not rows
 
     def per_gpu(self, runs: int) -> int:
         """How many of so many runs each GPU should take."""
@@ -204,7 +194,7 @@ def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reaso
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
     An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
-    gpu, _, dataset = kind.place()  # on a cluster, this machine's GPU
+    gpu, _, dataset = kind.place()
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):
         *_, row = [row, *harness.parse_log(rows)[0]]

@@ -916,9 +916,7 @@ SECTIONS = [
         ("args.limit = args.limit or", "args.limit ="),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or interrupted"], [
-        ("pairs(gpus[gpu], base, commit)", "pairs(rows, base, commit)"),
         ("tokens = max(", "tokens = min("),
-        ("if len(gpus) > 1:", "if len(gpus) > 9:"),
         ("scores(rivals).get(run.seed, 0.0)", "0.0"),
         ("scores(rivals).get(run.seed, 0.0)", "scores(rivals).get(run.seed, 9.0)"),
         ("scores(rivals).get(run.seed, 0.0)", "min([9.0, *scores(rivals).values()])"),
@@ -1025,7 +1023,6 @@ SECTIONS = [
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
         ('if text.startswith("refused")]', "]"),
-        ('if text not in ("", proposals.ENDED)]', 'if text]'),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
         ('.startswith(("keep", "discard", "crash")):', '.startswith(()):'),
         ("            if rows:\n                self.gains.settle(n, base, rows[-1])", "            if False:\n                pass"),
@@ -1055,6 +1052,7 @@ SECTIONS = [
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
+        ('if text not in ("", proposals.ENDED)]', 'if text]'),
     ]),
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
@@ -1382,9 +1380,9 @@ SECTIONS = [
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
         ('and (row["status"] == "report") == self.report', ''),
-        ('place(row)[1:] == self.place()[1:]', 'row["dataset"] == self.dataset'),
-        ('place(row)[1:] == self.place()[1:]', 'row["budget"] == self.budget'),
-        ('(self.anywhere or gpu == self.gpu) and', ''),
+        ('place(row) == self.place()', 'place(row)[::2] == self.place()[::2]'),
+        ('place(row) == self.place()', 'place(row)[:2] == self.place()[:2]'),
+        ('place(row) == self.place()', 'place(row)[1:] == self.place()[1:]'),
         ('for each in (kind, five_minutes(kind)):', 'for each in (kind,):'),
         ('budget=harness.budget_name(), imitates="")', 'budget=harness.budget_name())'),
     ]),
@@ -1419,11 +1417,10 @@ SECTIONS = [
     ("A wave", "night/rows.py", ["test_wave.py", "-k", "another_branch_before"], [
         ("    rows = in_history(rows)\n", ""),
     ]),
-    ("A wave", "night/statuses.py", ["test_wave.py", "-k", "decides or its_mean or earlier_reference"], [
+    ("A wave", "night/statuses.py", ["test_wave.py", "-k", "decides or its_mean or earlier_reference or earlier_in"], [
         (" - kept_before(held, base[\"commit\"])", ""),
         ('row["val_bpb"] < base["val_bpb"]', 'row["val_bpb"] <= base["val_bpb"]'),
-        ('(row["gpu"], row["seed"]) == (base["gpu"], base["seed"])', 'row["seed"] == base["seed"]'),
-        ('(row["gpu"], row["seed"]) == (base["gpu"], base["seed"])', 'row["gpu"] == base["gpu"]'),
+        ('held if row["seed"] == base["seed"]]', 'held]'),
         ('if good([row], row["commit"]) and row["val_bpb"]', 'if row["val_bpb"]'),
         ('if i < end and rows', 'if rows'),
         ('and rows[i]["commit"] in new]', ']'),

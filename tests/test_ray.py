@@ -147,6 +147,13 @@ def test_a_node_without_the_dataset_prepares_it_if_it_has_a_source(clone, cluste
     assert (tmp_path / "node" / "current").read_text() == (tmp_path / "here" / "current").read_text()
 
 
+def test_nodes_of_the_most_frequent_gpu_model_take_the_runs(capsys):
+    models = dict(a=("H100", 4.0), b=("T4", 1.0), c=("T4", 2.0))
+    nodes = [(dict(NodeManagerHostname=name, Resources={"GPU": n}), model) for name, (model, n) in models.items()]
+    assert ray_pool.of_one_model(nodes) == ([nodes[0][0]], "H100")
+    assert capsys.readouterr().out.endswith("no run on c: scores on T4 and H100 do not compare\n")
+
+
 @pytest.mark.parametrize("form", ["127.0.0.1:{port}", "localhost", "auto"])
 def test_a_wrong_address_of_a_cluster_ends_in_a_line(monkeypatch, tmp_path, form):
     """Somebody listens at the port, but does not answer."""
