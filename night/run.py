@@ -150,8 +150,7 @@ def guard(
     command's process.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
-    end, early, signals = b"", [], []
-    harness.handle_signals(lambda number, _: early.append(number))  # until there is a child to pass them on to
+    end, signals = b"", []
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -184,9 +183,7 @@ def guard(
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, limit)
     if os.getppid() != parent:
-        early.append(signal.SIGTERM)
-    if early and not signals:
-        stop(early[0])
+        stop(signal.SIGTERM)
     reader = threading.Thread(target=read_output, daemon=True)
     reader.start()
     code = child.wait()

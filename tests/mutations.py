@@ -878,7 +878,7 @@ SECTIONS = [
     ("A run in a night", "harness", ["test_night.py", "-k", "three_keeps or two_runs or whatever_changes"], [
         ('if "commit" in record:', "if False:"),
     ]),
-    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes or has_started"], [
+    ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes"], [
         (" and len(self.own(harness.read_results())) <= self.rows_before", ""),
         ('    if code < 0:\n        row.make_up("killed")\n', ""),
         ("    harness.handle_signals(signal.SIG_IGN)\n    code", "    code"),
@@ -888,9 +888,7 @@ SECTIONS = [
         ("PATIENCE = 10", "PATIENCE = 100"),
         ("signals[0] if signals else 0", "signals[-1] if signals else 0"),
         ("signal.SIGKILL if number == signal.SIGALRM else number", "number"),
-        ("    if os.getppid() != parent:\n        early", "    if True:\n        early"),
-        ("harness.handle_signals(lambda number, _: early.append(number))", "pass"),
-        ("if early and not signals:", "if not signals and False:"),
+        ("    if os.getppid() != parent:\n        stop", "    if True:\n        stop"),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
         ("f\"/proc/{os.getpid()}/fd/{self.copy}\"", "f\"/proc/{os.getppid()}/fd/{self.copy}\""),
         ("line {lines[-1]}", "line {lines[0]}"),
