@@ -223,7 +223,8 @@ class Loop:
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        proposals.save_diff(n, before, text)
+        with suppress(OSError):  # somebody has removed the folder: what is in it is for people
+            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):

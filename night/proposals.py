@@ -64,11 +64,6 @@ def diff(before: bytes, text: bytes, context: int = 3) -> str:
     return run.stdout.decode(errors="replace")
 
 
-def save_diff(n: int, before: bytes, text: bytes) -> None:
-    with suppress(OSError):  # somebody has removed the folder: what is in it is for people
-        (folder(n) / "train.diff").write_text(diff(before, text), "utf-8")
-
-
 def new_proposal(branch: str) -> int:
     """A number with its folder."""
     n = 1 + max([0, *verdicts(), *(n for n, *_ in accepted(branch).values())])

@@ -17,7 +17,7 @@ from night.git import print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
 from night.records import Board, end_record, new_record
-from night.rows import Kind, good, grouped, kept_before, pairs, reference, run_name, scores
+from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
@@ -76,7 +76,7 @@ def start_pool(args: argparse.Namespace) -> tuple:
     names = gpu_names(args.gpu)
     model = statistics.mode(names or ["cpu"])
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [place.strip() for place, name in zip(places.split(","), names, strict=False) if name == model]
+    places = [gpu.strip() for gpu, name in zip(places.split(","), names, strict=False) if name == model]
     for other in sorted({*names} - {model}):
         print(f"no run on {other}: scores compare with those on {model} only")
     return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=model)
@@ -128,9 +128,9 @@ class Trainer:
             self.submit(run, base, per_gpu)
         while self.pending:
             for run, row in self.ended():
-                if row["dataset"] != self.kind.dataset:
-                    problem = f"{run} was scored on {row['dataset']}, and here is {self.kind.dataset}"
-                    raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
+                if place(row) != self.kind.place():
+                    problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
+                    raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
                 if run.commit == base[0]:
                     keep_winners(ideas, row, self.kind)
         discard_by_mean({run.name for run in runs}, base[0], self.kind)

@@ -291,7 +291,7 @@ def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
     """As with an edit of prepare.py that is not committed, and so not in the run's checkout."""
     base = played.head(), "base"
     trainer = played.trainer(parse(["wave"]), played.kind._replace(dataset="mine"))
-    with pytest.raises(prepare.PrepareError, match=r"was scored on d, and here is mine: commit your prepare\.py"):
+    with pytest.raises(prepare.PrepareError, match="was scored on cpu, 300 s, d, and not on cpu, 300 s, mine: is prep"):
         trainer.train([waves.run_of(*base)], base)
 
 
