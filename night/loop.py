@@ -4,11 +4,9 @@ import argparse
 import itertools
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -249,8 +247,7 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        told = [text for text in proposals.verdicts().values() if text not in ("", proposals.ENDED)]
-        count = Counter(re.match(r"\w+", text)[0] for text in told)
+        count = proposals.count_verdicts()
         failed = count.pop("failed", 0)
         found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
         reason, now = "", ""

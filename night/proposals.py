@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def verdict(n: int) -> str:
 def verdicts() -> dict[int, str]:
     """By number. They begin with keep, discard, crash, waits, trains, refused or failed; "" without one."""
     return {n: verdict(n) for n in sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())}
+
+
+def count_verdicts() -> Counter:
+    """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
+    return Counter(re.match(r"\w+", text)[0] for text in verdicts().values() if text not in ("", ENDED))
 
 
 def diff(before: bytes, text: bytes, context: int = 3) -> str:

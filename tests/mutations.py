@@ -1050,7 +1050,9 @@ SECTIONS = [
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
-        ('if text not in ("", proposals.ENDED)]', 'if text]'),
+    ]),
+    ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "stopped"], [
+        ('if text not in ("", ENDED))', 'if text)'),
     ]),
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
