@@ -27,7 +27,7 @@ from prepare import PrepareError
 REFUSED = 5  # refused edits in a row that end the loop
 CRASHED = 10  # crashes in a row that end the loop
 LONGEST = 1800  # seconds: the longest pause between agents that fail; limits of providers last for hours
-TROUBLE = 600  # seconds after the hours for which git may fail until the loop ends without it
+TROUBLE = 600  # seconds after the hours from which on the loop ends if git fails
 
 
 def loop(args: argparse.Namespace) -> None:
@@ -84,19 +84,17 @@ class Loop:
     def work(self) -> None:
         """Turn by turn; what fails in one, such as a git call while somebody's git holds a lock, is tried again."""
         self.start = self.now = monotonic()  # hours and busy seconds count from here, without the reference's runs
-        said, since = "", None
+        said = ""
         while True:
             try:
                 if not self.turn():
                     return
-                since = None
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
-                since = monotonic() if since is None else since
                 reason = harness.clean((harness.git_problem(error) or type(error).__name__).split("\n")[0])
                 if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
-                if self.hours_left() <= 0 and monotonic() - since > TROUBLE and not self.trainer.pending:
+                if self.hours_left() < -TROUBLE / 3600 and not self.trainer.pending:
                     print("what waits is left for the next loop")
                     return
                 sleep(1)

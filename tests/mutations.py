@@ -1035,7 +1035,7 @@ SECTIONS = [
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
         ('            self.rows.pop(0)', '            self.rows.clear()'),
-        ("and monotonic() - since > TROUBLE and", "and False and"),
+        ("if self.hours_left() < -TROUBLE / 3600 and", "if False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
         ("if over else trainer.slots", "if False else trainer.slots"),
         ("if over else trainer.slots", "if True else trainer.slots"),
