@@ -20,6 +20,13 @@ from prepare import PrepareError
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
 ANSWER = 30  # seconds for a cluster to answer, including loading Ray from a slow disk
 EVENTS = {"started": Started, "news": News, "ended": Ended}
+PROBE = """
+import os
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that asks for none
+import harness, prepare
+dataset = prepare.dataset_id(prepare.prepare(num_shards={shards}))
+print(dataset, harness.gpu_name({imitates!r}).partition(" as ")[0], sep="\\t")
+"""
 
 
 def check_cluster(address: str) -> None:
@@ -99,15 +106,6 @@ def next_event(stream, run: Run | None = None) -> Started | News | Ended:
     except ray.exceptions.RayError as error:
         reason = type(getattr(error, "cause", error)).__name__
         return Ended(run, "", [], reason, lost=reason in LOST)
-
-
-PROBE = """
-import os
-os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that asks for none
-import harness, prepare
-dataset = prepare.dataset_id(prepare.prepare(num_shards={shards}))
-print(dataset, harness.gpu_name({imitates!r}).partition(" as ")[0], sep="\\t")
-"""
 
 
 def of_one_model(nodes: list[tuple[dict, str]]) -> tuple[list[dict], str]:
