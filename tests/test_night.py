@@ -58,7 +58,7 @@ except BaseException as error:
 """
 
 
-IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
 DAEMON = f"subprocess.Popen([sys.executable, '-c', {IGNORES!r}], start_new_session=True, stdout=-1).stdout.readline()"
 
 
