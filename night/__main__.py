@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import harness
 import prepare
@@ -95,8 +94,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("revision", nargs="?", metavar="COMMIT")
     add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
     add("revisions", nargs="*", metavar="COMMIT")
-    add("--log", type=Path, metavar="FILE", help="another log than this clone's results.tsv")
-    add("--chart", type=Path, metavar="FILE.png", help="draw one chart, also as FILE-dark.png")
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):

@@ -8,12 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import harness
 import prepare
+from night.checkout import SCRATCH
 from night.git import ROOT, in_history
 from night.ideas import describe
 from night.proposals import AGAIN, checkout, diff, folder, live_row, new_proposal, plain
@@ -125,24 +127,23 @@ def check_command(command: str) -> None:
 
 def start(args: argparse.Namespace, name: str, command: str, base: str, branch: str, text: str, now: float) -> Agent:
     """Starts an agent with a prompt in a checkout of the reference."""
-    work, files = checkout(base)
+    work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
     try:
-        with new_proposal(branch) as n:
-            prompt = work.with_name("PROMPT.md")
-            for path in (prompt, folder(n) / "prompt.md"):
-                path.write_text(text, "utf-8")
-            words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
-            task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
-            task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
-            ours = harness.clean_environment()
-            passed = [*ENVIRONMENT, *args.agent_env.split(",")]
-            task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
-            ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
-            with open(prompt) as stdin:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "night.agent"], cwd=ROOT, env=ours, stdin=stdin, start_new_session=True
-                )
-    except BaseException:
+        files = checkout(work, base)
+        n, prompt = new_proposal(branch), work.with_name("PROMPT.md")
+        for path in (prompt, folder(n) / "prompt.md"):
+            path.write_text(text, "utf-8")
+        words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
+        task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
+        task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
+        ours = harness.clean_environment()
+        passed = [*ENVIRONMENT, *args.agent_env.split(",")]
+        task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+        ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
+        with open(prompt) as stdin:
+            options = dict(cwd=ROOT, env=ours, stdin=stdin, start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-m", "night.agent"], **options)
+    except BaseException:  # the disk is full, say
         shutil.rmtree(work.parent, ignore_errors=True)
         raise
     print(f"ask      proposal {n}, {name}{shlex.split(command)[0]}")
@@ -158,7 +159,7 @@ def prompt(
     rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
     return PROMPT.format(
         budget=args.budget + f" as on a {args.gpu}" * bool(args.gpu),
-        where=f"{kind.gpus[0]}{size}, with dataset {kind.dataset}",
+        where=f"{kind.gpu}{size}, with dataset {kind.dataset}",
         minutes=args.agent_limit / 60,
         python=sys.executable,
         rules=rules[1].strip() if rules else "",

@@ -7,13 +7,15 @@ Half of a round's runs share one seed, half another, so what a seed does to all 
 
 import functools
 import math
+import subprocess
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from night.git import branch, commit_train, git, group, new_branch, read_train, revisions, without
+from night.git import branch, commit_train, create_ref, git, group, read_train, revisions, without
 from night.intervals import MISS, MOST, SHARE, pairs_needed, upper_bound
 from night.noise import ATTRIBUTION_SEEDS, seed_noise
 from night.proposals import program
@@ -157,7 +159,9 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
         found, fine = prune(compare, gain, sd)
         text += f" The pruned file lacks {len(dropped)} of them. {found}"
         if fine:
-            name = new_branch(f"{branch() or 'HEAD'}-pruned", pruned)
+            name = f"{branch() or 'HEAD'}-pruned-{pruned}"
+            with suppress(subprocess.CalledProcessError):  # somebody has already gone on with it
+                create_ref(f"refs/heads/{name}", pruned)
             shorter, longer = (len(read_train(commit).splitlines()) for commit in (pruned, full))
             text += f" Branch {name} has {shorter} lines, not {longer}."
     return "\n".join([*lines, "", text])

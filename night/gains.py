@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import harness
-from night.git import branch, compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
+from night.git import compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status
-from prepare import PrepareError
 
 LAST = 10  # merges that are trained after the hours
 
@@ -145,8 +144,8 @@ class Gains:
             self.decided(f"keep, and part of {now}", *merged)
         else:
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
-            with new_proposal(self.branch) as n:
-                trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
+            n = new_proposal(self.branch)
+            trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
             self.again = Again(n, now, merged)
             if not trains:  # it has been tried
                 self.settle_again(False)
@@ -169,8 +168,6 @@ class Gains:
         head = git("rev-parse", f"refs/heads/{self.branch}")
         set_status(commit, self.kind, "keep")  # its row may be older than that of the reference
         night = (row["commit"] for row in in_history(self.kind.rows()))  # if git could not write it before
-        if branch() != self.branch:
-            raise PrepareError(f"{self.branch} is no longer checked out")
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit, *night)):
             try:
                 git("checkout", "-q", commit, "--", "train.py")

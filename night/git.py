@@ -4,12 +4,9 @@ What is not meant for people lies under refs/night/, where `git branch` does not
 is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
 """
 
-import io
 import subprocess
-import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -110,32 +107,9 @@ def move_branch(name: str, commit: str, before: str) -> None:
     git("update-ref", "-m", "night loop", f"refs/heads/{name}", commit, before)
 
 
-def new_branch(name: str, commit: str) -> str:
-    """Makes a branch at a commit, unless there is one; -2, -3, ... ends its name if that is taken. Returns its name."""
-    for other in (name, *(f"{name}-{i}" for i in range(2, 100))):
-        with suppress(subprocess.CalledProcessError):
-            create_ref(f"refs/heads/{other}", commit)
-            return other
-    raise PrepareError(f"git cannot make a branch {name} at {commit[:7]}")
-
-
-def archive(commit: str, wanted: Callable[[str], bool] = lambda path: True) -> bytes:
-    """A tar of a commit's files whose path is wanted. (`git archive` may convert line ends, by some attribute.)"""
-    entries = [entry.partition(b"\t")[::2] for entry in git_bytes("ls-tree", "-rz", commit).split(b"\0")[:-1]]
-    files = [(*about.split(), path.decode(errors="surrogateescape")) for about, path in entries]
-    files = [(mode, blob, path) for mode, kind, blob, path in files if kind == b"blob" and wanted(path)]
-    blobs = io.BytesIO(git_bytes("cat-file", "--batch", input=b"".join(blob + b"\n" for _, blob, _ in files)))
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for mode, _, path in files:
-            entry = tarfile.TarInfo(path)
-            content = blobs.read(int(blobs.readline().split()[2]))
-            blobs.read(1)  # a line break
-            if mode == b"120000":
-                entry.type, entry.linkname, content = tarfile.SYMTYPE, content.decode(errors="surrogateescape"), b""
-            entry.size, entry.mode = len(content), int(mode, 8) & 0o777 or 0o777
-            tar.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
+def archive(commit: str, *paths: str) -> bytes:
+    """A tar of a commit's files, or of some of them."""
+    return git_bytes("-c", "core.autocrlf=false", "--literal-pathspecs", "archive", commit, "--", *paths)
 
 
 def read_train(revision: str) -> bytes:

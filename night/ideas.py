@@ -10,7 +10,7 @@ from night.git import git, train_blobs
 from night.intervals import shrink
 from night.noise import Noise
 from night.records import run_seconds
-from night.rows import NUDGED, arm, grouped, scores
+from night.rows import NUDGED, grouped, scores
 
 SLOWER = 1.15  # mention training times that are longer by more than this factor
 CONSTANT = r"([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*(?:#.*)?$"  # a line of train.py: name and value
@@ -41,8 +41,8 @@ class Idea:
     @property
     def tuner(self) -> str:
         """The sampler whose trial it is, or ""."""
-        name = arm(self.rows[0])
-        return "" if name.startswith("agent") else name
+        found = re.match(r"(?:agent \d+: )?tune (tpe|random): ", self.subject)
+        return found[1] if found else ""
 
     @property
     def family(self) -> str:

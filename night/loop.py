@@ -27,7 +27,7 @@ from prepare import PrepareError
 REFUSED = 5  # refused edits in a row that end the loop
 CRASHED = 10  # crashes in a row that end the loop
 LONGEST = 1800  # seconds: the longest pause between agents that fail; limits of providers last for hours
-TROUBLE = 600  # seconds after the hours for which git may fail until the loop ends without it
+TROUBLE = 600  # seconds after the hours from which on the loop ends if git fails
 
 
 def loop(args: argparse.Namespace) -> None:
@@ -50,8 +50,8 @@ def loop(args: argparse.Namespace) -> None:
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
         for commit in night.noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
-        with trainer.at_work():
-            night.work()
+        trainer.begin()
+        night.work()
     finally:
         night.end_agents()
         print(night.summary())
@@ -84,19 +84,17 @@ class Loop:
     def work(self) -> None:
         """Turn by turn; what fails in one, such as a git call while somebody's git holds a lock, is tried again."""
         self.start = self.now = monotonic()  # hours and busy seconds count from here, without the reference's runs
-        said, since = "", None
+        said = ""
         while True:
             try:
                 if not self.turn():
                     return
-                since = None
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
-                since = monotonic() if since is None else since
                 reason = harness.clean((harness.git_problem(error) or type(error).__name__).split("\n")[0])
                 if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
-                if self.hours_left() <= 0 and monotonic() - since > TROUBLE and not self.trainer.pending:
+                if self.hours_left() < -TROUBLE / 3600 and not self.trainer.pending:
                     print("what waits is left for the next loop")
                     return
                 sleep(1)
@@ -150,7 +148,7 @@ class Loop:
         for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
-            if proposals.first_word(n) in ("keep", "discard", "crash"):
+            if proposals.verdict(n).startswith(("keep", "discard", "crash")):
                 continue
             if rows:
                 self.gains.settle(n, base, rows[-1])
@@ -192,7 +190,7 @@ class Loop:
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
-        refused = [f"- {text}" for text in proposals.verdicts() if text.startswith("refused")][-REFUSED:]
+        refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-REFUSED:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
@@ -221,7 +219,8 @@ class Loop:
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
-        proposals.save_diff(n, before, text)
+        with suppress(OSError):  # somebody has removed the folder: what is in it is for people
+            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):

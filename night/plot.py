@@ -4,7 +4,6 @@ import argparse
 import subprocess
 import textwrap
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -21,16 +20,12 @@ GREEN = "#2da44e"  # legible on white and on black
 
 def plot(args: argparse.Namespace | None = None) -> None:
     """Draws progress.png: per gpu and dataset, a chart of all experiments. With args.revisions, draws only their loss
-    curves; with args.chart, one chart for light and dark pages."""
+    curves."""
     if args and args.revisions:
         return plot_curves(args.revisions)
-    if args and args.log:
-        harness.RESULTS = args.log.resolve()
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:
         raise PrepareError(f"{harness.RESULTS} has no val_bpb yet: run `python train.py` first")
-    if args and args.chart:
-        return plot_chart(max(groups, key=len), args.chart)
     figure, axes = new_figure(len(groups))
     for (ax,), rows in zip(axes, groups, strict=True):
         draw(ax, rows)
@@ -45,23 +40,10 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple:
     return figure, figure.subplots(rows, columns, sharey="row", squeeze=False)
 
 
-def save(figure, name: str | Path) -> None:
-    """name: a file beside the log, or an absolute path."""
+def save(figure, name: str) -> None:
+    """name: of a file beside the log."""
     figure.savefig(path := harness.RESULTS.parent / name, dpi=180)
     print(path)
-
-
-def plot_chart(rows: list[dict], path: Path) -> None:
-    """Draws a flat chart, as PATH.png for light pages and PATH-dark.png for dark ones."""
-    from matplotlib import style
-
-    dark = ["dark_background", {"figure.facecolor": "#0d1117", "axes.facecolor": "#0d1117"}]  # GitHub's dark page
-    for name, theme in ((f"{path.stem}.png", []), (f"{path.stem}-dark.png", dark)):
-        with style.context(theme):
-            figure, ((ax,),) = new_figure()
-            figure.set_figheight(3.2)
-            draw(ax, rows)
-            save(figure, path.resolve().with_name(name))
 
 
 def draw(ax, rows: list[dict]) -> None:

@@ -80,15 +80,13 @@ def gpu_names(imitates: str | None) -> list[str]:
 
     Another process asks for them, so that this one takes no GPU memory."""
     command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
-    asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        output, _ = asked.communicate(timeout=ANSWER)
+        asked = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=ANSWER)
     except subprocess.TimeoutExpired:
-        asked.kill()  # and no wait for its end: what a driver blocks cannot be killed
         raise PrepareError(f"this machine's GPUs do not answer within {ANSWER} s: does nvidia-smi?") from None
     if asked.returncode:
         raise PrepareError(f"asking for this machine's GPUs failed with exit status {asked.returncode}, see above")
-    return [line.removeprefix("gpu\t") for line in output.splitlines() if line.startswith("gpu\t")]
+    return [line.removeprefix("gpu\t") for line in asked.stdout.splitlines() if line.startswith("gpu\t")]
 
 
 class Local:

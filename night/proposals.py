@@ -4,25 +4,23 @@ import ast
 import functools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import harness
 import prepare
-from night.checkout import SCRATCH
-from night.git import archive, compiled, git, read_train
+from night.git import archive, compiled, git, git_bytes, read_train
 from night.records import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
-HIDDEN = r"(tests|docs|\.ci|\.github)/|(results\.tsv|program\.md|.*\.ipynb)$"  # what an agent need not see
+# What an agent need not see
+HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # For the throw-away repository of a checkout, whatever the user has told git
 SETTINGS = """
 [user]
@@ -30,6 +28,7 @@ name = night
 email = night@localhost
 [core]
 autocrlf = false
+attributesFile = /dev/null
 hooksPath = /dev/null
 [commit]
 gpgSign = false
@@ -37,10 +36,6 @@ gpgSign = false
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
-def numbers() -> list[int]:
-    return sorted(int(path.name) for path in PROPOSALS.glob("[0-9]*") if path.name.isdecimal())
-
-
 def folder(n: int) -> Path:
     return PROPOSALS / str(n)
 
@@ -55,18 +50,14 @@ def verdict(n: int) -> str:
     return prepare.read(folder(n) / "verdict.txt")
 
 
-def verdicts() -> list[str]:
-    return [text for n in numbers() if (text := verdict(n))]
-
-
-def first_word(n: int) -> str:
-    """Of a verdict: keep, discard, crash, waits, trains, refused or failed; "" without one."""
-    return re.match(r"\w*", verdict(n))[0]
+def verdicts() -> dict[int, str]:
+    """By number. They begin with keep, discard, crash, waits, trains, refused or failed; "" without one."""
+    return {n: verdict(n) for n in sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())}
 
 
 def count_verdicts() -> Counter:
     """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
-    return Counter(first_word(n) for n in numbers() if verdict(n) not in ("", ENDED))
+    return Counter(re.match(r"\w+", text)[0] for text in verdicts().values() if text not in ("", ENDED))
 
 
 def diff(before: bytes, text: bytes, context: int = 3) -> str:
@@ -79,21 +70,11 @@ def diff(before: bytes, text: bytes, context: int = 3) -> str:
     return run.stdout.decode(errors="replace")
 
 
-def save_diff(n: int, before: bytes, text: bytes) -> None:
-    with suppress(OSError):  # somebody has removed the folder: what is in it is for people
-        (folder(n) / "train.diff").write_text(diff(before, text), "utf-8")
-
-
-@contextmanager
-def new_proposal(branch: str) -> Iterator[int]:
-    """A number with its folder, which an error removes again."""
-    n = 1 + max([0, *numbers(), *(n for n, *_ in accepted(branch).values())])
+def new_proposal(branch: str) -> int:
+    """A number with its folder."""
+    n = 1 + max([0, *verdicts(), *(n for n, *_ in accepted(branch).values())])
     note(n, ENDED)
-    try:
-        yield n
-    except BaseException:
-        shutil.rmtree(folder(n), ignore_errors=True)
-        raise
+    return n
 
 
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
@@ -105,28 +86,18 @@ def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------- checkouts
-def checkout(commit: str) -> tuple[Path, dict[str, bytes]]:
-    """A new folder with a throw-away git repository of a commit's files that concern an agent; and their contents."""
-    work = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir="/tmp"), "work")
-    try:
-        return work, fill(work, commit)
-    except BaseException:  # the disk is full, say
-        shutil.rmtree(work.parent, ignore_errors=True)
-        raise
-
-
-def fill(work: Path, commit: str) -> dict[str, bytes]:
-    """Makes the folder a repository of the commit's files; returns their contents."""
+def checkout(work: Path, commit: str) -> dict[str, bytes]:
+    """Makes a folder with a throw-away git repository of a commit's files that concern an agent; returns their
+    contents."""
     work.mkdir()
-    files = archive(commit, lambda path: path == "docs/tried.md" or not re.match(HIDDEN, path))
+    names = os.fsdecode(git_bytes("ls-tree", "-rz", "--name-only", commit)).split("\0")[:-1]
+    files = archive(commit, *(name for name in names if not re.match(HIDDEN, name)))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
     options = dict(cwd=work, env=harness.clean_environment(), check=True)
     subprocess.run(["git", "init", "-q", "--template="], **options)
     with open(work / ".git" / "config", "a") as file:
         file.write(SETTINGS)
-    (work / ".git" / "info").mkdir(exist_ok=True)
-    (work / ".git" / "info" / "attributes").write_text("* -text -filter -ident\n")  # bytes stay as they are
     subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
     return contents
 

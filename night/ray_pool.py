@@ -1,9 +1,9 @@
 """A Ray cluster as a pool. Its nodes need the dependencies, but no clone: they get functions by value."""
 
+import argparse
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,45 +20,48 @@ from prepare import PrepareError
 LOST = ("WorkerCrashedError", "NodeDiedError")  # Ray's errors when a run goes with its node or worker
 ANSWER = 30  # seconds for a cluster to answer, including loading Ray from a slow disk
 EVENTS = {"started": Started, "news": News, "ended": Ended}
+PROBE = """
+import os
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that asks for none
+import harness, prepare
+dataset = prepare.dataset_id(prepare.prepare(num_shards={shards}))
+print(dataset, harness.gpu_name({imitates!r}).partition(" as ")[0], sep="\\t")
+"""
 
 
 def check_cluster(address: str) -> None:
     """Raises PrepareError unless a Ray cluster answers at the address: ray.init would try for minutes."""
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     remedy = "check --address or RAY_ADDRESS: HOST:PORT, or auto on a machine of the cluster"
-    host, _, port = address.rpartition(":")
     try:
-        if address != "auto":  # Ray's own check takes long if nobody listens
-            socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
         subprocess.run(ask, capture_output=True, check=True, timeout=ANSWER)
-    except (OSError, ValueError, OverflowError, subprocess.SubprocessError):
+    except subprocess.SubprocessError:
         raise PrepareError(f"no Ray cluster answers at {address}: {remedy}") from None
 
 
 class RayPool:
-    """The nodes of a cluster that have the dataset, with a slot per GPU, times `per_gpu`."""
+    """The nodes of a cluster that have the dataset and GPUs of one `model`, with a slot per GPU, times `per_gpu`."""
 
-    def __init__(self, address: str, dataset: str, per_gpu: int, limit: float, locked: bool = False):
+    def __init__(self, args: argparse.Namespace, dataset: str):
         os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
         import ray
 
-        check_cluster(address)
+        check_cluster(args.address)
         # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for module in (checkout, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        self.ray, self.limit, self.streams, self.started = ray, limit, {}, {}
-        self.latest = time.monotonic()  # of any event
+        ray.init(address=args.address, log_to_driver=False, logging_level="ERROR")
+        self.ray, self.limit, self.streams = ray, args.limit, {}
         self.archive = functools.lru_cache(8)(lambda commit: ray.put(archive(commit)))
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-        self.files = ray.put(our_files(locked))
-        nodes = of_one_model([node for node in ray.nodes() if device in node["Resources"]])
-        nodes = with_dataset(nodes, dataset, self.files)
+        self.files = ray.put(our_files(args.locked))
+        nodes = [node for node in ray.nodes() if device in node["Resources"]]
+        nodes, self.model = of_one_model(with_dataset(nodes, dataset, args.gpu, self.files))
         cores = min(node["Resources"].get("CPU", 1) / node["Resources"].get("GPU", 1) for node in nodes)
         self.share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
         self.gpus = int(sum(node["Resources"].get("GPU", 1) for node in nodes))
-        self.slots = self.gpus * per_gpu
+        self.slots = self.gpus * args.per_gpu
         self.task = ray.remote(
             num_returns="streaming",
             label_selector={"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"},
@@ -70,27 +73,20 @@ class RayPool:
         share = {name: int(1e4 * n / per_gpu) / 1e4 for name, n in self.share.items()}  # Ray's unit
         packed, omp = self.archive(run.commit), os.environ.get("OMP_NUM_THREADS")
         stream = self.task.options(**share).remote(packed, self.files, command, record, self.limit, omp)
-        self.streams[stream] = run
+        self.streams[stream], self.latest = run, time.monotonic()
 
     def events(self) -> Iterator[Started | News | Ended]:
         for stream in self.ray.wait(list(self.streams), timeout=0.5)[0] if self.streams else ():
             run, self.latest = self.streams[stream], time.monotonic()
             event = next_event(stream, run)
-            if isinstance(event, Started):
-                self.started[stream] = self.latest
             if isinstance(event, Ended):
-                self.forget(stream)
+                del self.streams[stream]
             yield event
-        for stream, run in [*self.streams.items()]:
-            since = self.started.get(stream, self.latest)  # not started: since any run's last event
-            if time.monotonic() - since > self.limit + GRACE + 3 * PATIENCE:
+        if self.streams and time.monotonic() - self.latest > self.limit + GRACE + 3 * PATIENCE:
+            for stream, run in [*self.streams.items()]:  # runs that no node takes, say
                 self.ray.cancel(stream, force=True)
-                self.forget(stream)
+                del self.streams[stream]
                 yield Ended(run, "", [], "no answer")
-
-    def forget(self, stream) -> None:
-        del self.streams[stream]
-        self.started.pop(stream, None)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -112,32 +108,27 @@ def next_event(stream, run: Run | None = None) -> Started | News | Ended:
         return Ended(run, "", [], reason, lost=reason in LOST)
 
 
-def of_one_model(nodes: list[dict]) -> list[dict]:
-    """The nodes with the most frequent GPU model: scores compare on one only."""
+def of_one_model(nodes: list[tuple[dict, str]]) -> tuple[list[dict], str]:
+    """The nodes with the most frequent GPU model, and its name: scores compare on one only."""
     gpus = Counter()
-    for node in nodes:
-        gpus[model_of(node)] += node["Resources"].get("GPU", 1)
-    model = max(gpus, key=gpus.get, default="")
-    for node in nodes:
-        if model_of(node) != model:
-            print(f"no run on {node['NodeManagerHostname']}: scores on {model_of(node)} and {model} do not compare")
-    return [node for node in nodes if model_of(node) == model]
+    for node, model in nodes:
+        gpus[model] += node["Resources"].get("GPU", 1)
+    best = max(gpus, key=gpus.get)
+    for node, model in nodes:
+        if model != best:
+            print(f"no run on {node['NodeManagerHostname']}: scores on {model} and {best} do not compare")
+    return [node for node, model in nodes if model == best], best
 
 
-def model_of(node: dict) -> str:
-    """The GPU model that Ray has found: `A100`, say; "" if none."""
-    mark = "accelerator_type:"
-    return next((name.removeprefix(mark) for name in node["Resources"] if name.startswith(mark)), "")
-
-
-def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
-    """The nodes that have the dataset; others prepare it, unless it is a user's folder. PrepareError if none has it."""
+def with_dataset(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[tuple[dict, str]]:
+    """The nodes that have the dataset, each with its GPU model; others prepare it, unless it is a user's folder.
+    PrepareError if none has it."""
     import ray
 
     folder, shards = prepare.current_dataset(), None
     if folder.name.partition("@")[0] in (*prepare.HUB, "embedded"):  # else it was made from a user's folder
         shards = int((folder / "train_shards").read_text())
-    command = ["-c", f"import prepare; print(prepare.dataset_id(prepare.prepare(num_shards={shards})))"]
+    command = ["-c", PROBE.format(shards=shards, imitates=imitates)]
     task = ray.remote(num_returns="streaming", num_cpus=0, max_retries=0)(run_in_checkout)
     on = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
     head, able = archive("HEAD"), []
@@ -145,8 +136,9 @@ def with_dataset(nodes: list[dict], dataset: str, files) -> list[dict]:
         while not isinstance(event := next_event(answer), Ended):
             pass
         found = event.tail[-1] if event.tail else event.reason
-        if found == dataset:
-            able.append(node)
+        has, _, model = found.partition("\t")
+        if has == dataset:
+            able.append((node, model))
         else:
             print(f"no run on {node['NodeManagerHostname']}, which does not have {dataset}: {found}")
     if not able:

@@ -5,10 +5,9 @@
 
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,35 +85,25 @@ def run_seconds(rows: list[dict]) -> list[float]:
     return [number for number in found if number]
 
 
-class Board(ExitStack):
-    """One line per active run: updated in place on a terminal, elsewhere printed every minute."""
+class Board:
+    """Prints one line per active run every minute."""
 
     def __init__(self, total: int = 0):
         """total: number of runs; 0 if unknown."""
-        super().__init__()
-        self.total, self.live = total, None
+        self.total = total
         self.start = self.shown = time.monotonic()
-
-    def __enter__(self):
-        if sys.stdout.isatty():
-            with suppress(ImportError):  # without rich, print lines
-                from rich.live import Live
-
-                self.live = self.enter_context(Live(auto_refresh=False))
-        return self
 
     def update(self, records: list[Path], pending: int = 0) -> None:
         """records: of the active runs; pending: number of runs that have not ended."""
         now, done = time.monotonic(), self.total - pending
-        if now - self.shown < (0.5 if self.live else 60):
+        if now - self.shown < 60:
             return
         self.shown = now
         lines = [line(folder) for folder in records if folder.exists()]
         if self.total:
             left = f", {(now - self.start) / done * pending / 60:.0f} min left" if done and pending else ""
             lines.append(f"{done} of {self.total} runs have ended{left}")
-        text = "\n".join(lines)
-        self.live.update(text, refresh=True) if self.live else print(text)
+        print("\n".join(lines))
 
 
 def line(folder: Path) -> str:

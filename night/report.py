@@ -1,7 +1,6 @@
 """The report on the morning after: how much of the night's gain was luck?"""
 
 import argparse
-import math
 import statistics
 from collections.abc import Collection
 
@@ -14,7 +13,7 @@ from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
 from night.records import run_seconds
-from night.rows import arms, count_kept, elsewhere, experiments, good, scores
+from night.rows import count_kept, elsewhere, experiments, good, pairs, scores
 from night.wave import Trainer, run_of, start_pool
 from prepare import TIME_BUDGET, PrepareError
 
@@ -31,13 +30,9 @@ def report(args: argparse.Namespace) -> None:
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
         raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
-    gpu = statistics.mode(row["gpu"] for row in rows)
-    rows = [row for row in rows if row["gpu"] == gpu]
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
-    title = f"{gpu}, {kind.budget}, {kind.dataset}: {len(rows)} experiments, {count_kept(rows)}, "
+    title = f"{kind}: {len(rows)} experiments, {count_kept(rows)}, "
     title += f"{sum(map(crashed, rows))} crashed."
-    if len(found := arms(rows)) > 1:
-        title += "".join(f"\n{best_of(*one)}" for one in found.items())
     print(title)
     parts = [title]
 
@@ -50,23 +45,17 @@ def report(args: argparse.Namespace) -> None:
     if len(kept) < 2:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
-        trainer = Trainer(args, pool, kind._replace(gpus=[gpu.partition(" as ")[0]], report=True, anywhere=False))
-        ends = [(row["commit"], row["description"]) for row in (kept[0], kept[-1])]
-        runs = [run_of(*end, seed) for seed in seeds for end in ends]
+        trainer = Trainer(args, pool, kind._replace(report=True))
+        runs = [run_of(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
+        ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)
-        write(gains(kept[0], kept[-1], rows, trained, *remember_look(kept[0], kept[-1], trained, kind.dataset)))
+        write(gains(kept[0], kept[-1], rows, trained, *remember_look(*ends, trained, kind.dataset)))
         if args.scale:
-            write("\n".join(scale(kept[0], kept[-1], trainer, runs, trained, factor) for factor in (2, 4)))
+            write("\n".join(scale(*ends, trainer, runs, trained, factor) for factor in (2, 4)))
         if args.attribute:
-            gain = statistics.mean(a - b for a, b in pairs(kept[0], kept[-1], trained))
+            gain = statistics.mean(before - after for before, after in pairs(trained, *ends))
             write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer, gain)}")
     plot()
-
-
-def best_of(arm: str, rows: list[dict]) -> str:
-    best = min(rows, key=lambda row: row["val_bpb"] or math.inf)  # a crash has 0
-    name = "{val_bpb:.4f}, {commit}, {description}".format(**best) if best["val_bpb"] else "none, all crashed"
-    return f"- Lowest of {len(rows)} by {arm}, partly luck: {name}."
 
 
 def gains(
@@ -86,10 +75,11 @@ def gains(
         lines.append(f"| {name} | {before:.4f} | {after:.4f} | {before - after:.4f} | {error} |")
         return before - after
 
-    both, found = pairs(first, last, night), {}
+    ends, found = (first["commit"], last["commit"]), {}
+    both = pairs(night, *ends)
     logged = add_line("val, as logged", both) if both else 0.0  # if no seed trained both
     for split in ("val", "test"):
-        if len(both := pairs(first, last, rows, split)) >= 2:
+        if len(both := pairs(rows, *ends, split)) >= 2:
             found[split] = interval([a - b for a, b in both], miss_of_look(look))
             add_line(f"{split}, mean of {len(both)} new seeds", both, f"{found[split][1]:.4f}")
     if not found:
@@ -108,17 +98,16 @@ def gains(
     if (luck := min(logged, logged - gain)) > error:
         lines.append(f"Of the gain as logged, {luck:.4f} did not come back with new seeds.")
     lines.append("The errors cover seeds, not texts, and val is the text by which the night has chosen.")
-    for row in (first, last):
-        runs = good(rows, row["commit"])
-        if lost := {run["seed"] for run in rows if run["commit"] == row["commit"]} - scores(runs).keys():
-            lines.append(f"{row['commit']} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-    before, after = (run_seconds(good(rows, row["commit"])) for row in (first, last))
+    for commit in ends:
+        if lost := {row["seed"] for row in rows if row["commit"] == commit} - scores(good(rows, commit)).keys():
+            lines.append(f"{commit} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
+    before, after = (run_seconds(good(rows, commit)) for commit in ends)
     if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 
 
-def scale(first: dict, last: dict, trainer: Trainer, runs: list[Run], rows: list[dict], factor: int) -> str:
+def scale(first: str, last: str, trainer: Trainer, runs: list[Run], rows: list[dict], factor: int) -> str:
     """A line: how much of the gain remains with `factor` times the budget, by runs with the same seeds."""
     args, kind, limit = argparse.Namespace(**vars(trainer.args)), trainer.kind, trainer.pool.limit
     args.seconds = None if args.tokens else factor * (args.seconds or TIME_BUDGET)
@@ -127,7 +116,7 @@ def scale(first: dict, last: dict, trainer: Trainer, runs: list[Run], rows: list
     trainer.pool.limit = args.limit
     longer = Trainer(args, trainer.pool, kind).train(runs)
     trainer.pool.limit = limit
-    both = [[a - b for a, b in pairs(first, last, some)] for some in (rows, longer)]
+    both = [[a - b for a, b in pairs(some, first, last)] for some in (rows, longer)]
     if min(map(len, both)) < 2:
         return f"With {kind.budget}, fewer than two seeds succeeded with both revisions."
     (before, *_), (gain, _, low, high) = map(interval, both)
@@ -135,21 +124,15 @@ def scale(first: dict, last: dict, trainer: Trainer, runs: list[Run], rows: list
     return f"- With {kind.budget} the gain on val is {gain:.4f} (95% interval {low:.4f} to {high:.4f}){share}."
 
 
-def pairs(first: dict, last: dict, rows: list[dict], split: str = "val") -> list[tuple[float, float]]:
-    """Scores of both commits with the same seed."""
-    before, after = (scores(good(rows, row["commit"]), split) for row in (first, last))
-    return [(before[seed], after[seed]) for seed in before if seed in after]
-
-
-def remember_look(first: dict, last: dict, rows: list[dict], dataset: str) -> tuple[int, list[str]]:
+def remember_look(first: str, last: str, rows: list[dict], dataset: str) -> tuple[int, list[str]]:
     """Which look at this gain it is, counted by numbers of seeds; and the pairs of commits before, in the last one's
     history, whose reports have scored test text. Refs below refs/night/reports/ remember both."""
-    name, seeds = f"{first['commit']}-{last['commit']}", len(pairs(first, last, rows))
+    name, seeds = f"{first}-{last}", len(pairs(rows, first, last))
     folder = f"refs/night/reports/{dataset}/"
-    refs = git("for-each-ref", f"--merged={last['commit']}", "--format=%(refname)", folder).split()
+    refs = git("for-each-ref", f"--merged={last}", "--format=%(refname)", folder).split()
     found = [ref.removeprefix(folder).split("/") for ref in refs]
     looks = {int(seeds): int(look) for other, look, seeds in found if other == name}
     look = looks.get(seeds, len(looks) + 1)
     if seeds > 1:
-        create_ref(f"{folder}{name}/{look}/{seeds}", last["commit"])
+        create_ref(f"{folder}{name}/{look}/{seeds}", last)
     return look, sorted({other for other, *_ in found if other != name})

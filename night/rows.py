@@ -1,7 +1,6 @@
 """Which rows of results.tsv belong together, and the commit that the next experiment starts from."""
 
 import argparse
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -21,32 +20,29 @@ NUDGED = "noise: constants x "  # begins the subjects of versions that only meas
 class Kind(NamedTuple):
     """What comparable rows have in common."""
 
-    gpus: list[str]  # rows on any of these belong to it
+    gpu: str
     budget: str  # harness.budget_name()
     dataset: str
-    imitates: str = ""  # --gpu; not part of `gpus`
+    imitates: str = ""  # --gpu; not part of `gpu`
     report: bool = False  # rows of a report, or of experiments
-    anywhere: bool = False  # in a cluster: any GPU
 
     def __str__(self) -> str:
         return ", ".join(self.place())
 
     def place(self) -> tuple[str, str, str]:
-        """GPU (the first of several), budget and dataset, as in the columns."""
-        return self.gpus[0] + f" as {self.imitates}" * bool(self.imitates), self.budget, self.dataset
+        """GPU, budget and dataset, as in the columns."""
+        return self.gpu + f" as {self.imitates}" * bool(self.imitates), self.budget, self.dataset
 
     def rows(self) -> list[dict]:
         return [row for row in harness.read_results() if self.holds(row)]
 
     def holds(self, row: dict) -> bool:
-        gpu, _, imitates = row["gpu"].partition(" as ")
-        here = (self.anywhere or gpu in self.gpus) and imitates == self.imitates
-        return here and place(row)[1:] == self.place()[1:] and (row["status"] == "report") == self.report
+        return place(row) == self.place() and (row["status"] == "report") == self.report
 
 
 def kind_here(args: argparse.Namespace) -> Kind:
     """The kind of row that a run with these options gets on this machine."""
-    return Kind((gpu_names(args.gpu) or ["cpu"])[:1], args.budget, prepare.dataset_id(), args.gpu or "")
+    return Kind((gpu_names(args.gpu) or ["cpu"])[0], args.budget, prepare.dataset_id(), args.gpu or "")
 
 
 def place(row: dict) -> tuple[str, str, str]:
@@ -74,12 +70,6 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
     return groups
 
 
-def arm(row: dict) -> str:
-    """Who made the commit: `tpe` or `agent 2` if its subject begins with `tune tpe: ` or `agent 2: `, else `agent`."""
-    agent, tuner = re.match(r"(?:(agent \d+): )?(?:tune (tpe|random): )?", row["description"]).groups()
-    return tuner or agent or "agent"
-
-
 def one_seed(rows: list[dict]) -> list[dict]:
     """The rows with the seed that most scores have: these can be compared."""
     seed = statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
@@ -98,14 +88,6 @@ def count_kept(rows: list[dict]) -> str:
     return f"{len(kept)} kept" + f" ({len(here)} on this branch)" * (0 < len(here) < len(kept))
 
 
-def arms(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows with one seed by arm, without the baseline's and what measures the noise."""
-    rows = one_seed(rows)
-    first = baseline(rows)["commit"] if rows else None
-    rows = [row for row in rows if row["commit"] != first and not row["description"].startswith(NUDGED)]
-    return grouped(rows, arm)
-
-
 def good(rows: list[dict], commit: str) -> list[dict]:
     """Rows of a commit that did not crash. (Of uncommitted files, a row's commit has a +.)"""
     return [row for row in rows if row["commit"] == commit and not crashed(row)]
@@ -115,6 +97,12 @@ def scores(rows: list[dict], split: str = "val") -> dict[int, float]:
     """Bits per byte of a split by seed, from the rows that have it; the last of a seed counts."""
     found = [(row["seed"], row[f"{split}_bpb"]) for row in rows if not crashed(row)]
     return {seed: bpb for seed, bpb in found if bpb is not None}
+
+
+def pairs(rows: list[dict], first: str, last: str, split: str = "val") -> list[tuple[float, float]]:
+    """Scores of two commits with the same seeds."""
+    before, after = (scores(good(rows, commit), split) for commit in (first, last))
+    return [(before[seed], after[seed]) for seed in before if seed in after]
 
 
 def reference(kind: Kind) -> str:

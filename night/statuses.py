@@ -8,16 +8,14 @@ import harness
 from night.git import in_history
 from night.rows import (
     Kind,
-    baseline,
     commit_with_row,
     elsewhere,
     good,
-    grouped,
     kept_before,
     kind_here,
+    pairs,
     reference,
     run_name,
-    scores,
 )
 from prepare import PrepareError
 
@@ -36,11 +34,11 @@ def move_to_end(log: list[dict], rows: list[dict]) -> None:
 
 
 def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
-    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, on its GPU, ended before it and
-    beat it: their rows move to the end of the log."""
+    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, ended before it and beat it:
+    their rows move to the end of the log."""
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
-        rows = [row for row in held if (row["gpu"], row["seed"]) == (base["gpu"], base["seed"])]
+        rows = [row for row in held if row["seed"] == base["seed"]]
         last = {run_name(row): i for i, row in enumerate(rows)}
         end = last.get(run_name(base), 0)
         new = {*ideas} - kept_before(held, base["commit"])
@@ -50,16 +48,15 @@ def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
 
 
 def discard_by_mean(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
-    """Discards ideas whose mean over several seeds is not below that of `base` with these on the same GPU: one seed may
-    be lucky. runs: see `run_name`."""
+    """Discards ideas whose mean over several seeds is not below that of `base` with these: one seed may be lucky. runs:
+    see `run_name`."""
     with harness.edit_log() as log:
-        rows = [row for row in filter(kind.holds, log) if run_name(row) in runs and good([row], row["commit"])]
-        groups = grouped(rows, lambda row: (row["gpu"], row["commit"]))
-        for (gpu, commit), group in groups.items():
-            own, other = scores(group), scores(groups.get((gpu, base), []))
-            changes = [own[seed] - other[seed] for seed in own if seed in other]
-            if commit != base and len(changes) > 1 and statistics.mean(changes) >= 0:
-                change_status(group, "discard")
+        held = list(filter(kind.holds, log))
+        rows = [row for row in held if run_name(row) in runs]
+        for commit in {commit for commit, _ in runs} - kept_before(held, base) - {base}:
+            changes = [after - before for before, after in pairs(rows, base, commit)]
+            if len(changes) > 1 and statistics.mean(changes) >= 0:
+                change_status(good(rows, commit), "discard")
 
 
 def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
@@ -68,11 +65,10 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
     with harness.edit_log() as log:
         rows = list(filter(kind.holds, log))
         found = good(rows, commit)
-        first = found and baseline(rows)["commit"] == commit
         changed = change_status(found[-1:] if status == "keep" else found, status, by)
         for row in changed if status == "keep" else []:
             if in_history([other for other in rows[rows.index(row) + 1 :] if other["status"] == "keep"]):
-                move_to_end(log, [dict(row) if first else row])  # the night's first kept row stays where it is, too
+                move_to_end(log, [row])
     return bool(found)
 
 

@@ -6,7 +6,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -14,11 +13,11 @@ import harness
 import prepare
 from harness import crashed
 from harness.journal import journal_of
-from night.git import in_history, print_doubts, revisions
+from night.git import print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
 from night.records import Board, end_record, new_record
-from night.rows import Kind, good, grouped, kept_before, reference, run_name, scores
+from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
 from prepare import PrepareError
@@ -41,51 +40,46 @@ def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """One line per revision and GPU: val_bpb and its difference from the reference there with the same seeds, both with
-    standard errors if there are several seeds."""
-    groups, lines = grouped(rows, lambda row: (row["gpu"], row["commit"])), []
-    for (gpu, commit), group in groups.items():
-        own, other = scores(group), scores(groups.get((gpu, base), []))
-        change = with_error([own[seed] - other[seed] for seed in own if seed in other], "+.6f", ".5f")
+    """One line per revision: val_bpb and its difference from the reference with the same seeds, both with standard
+    errors if there are several seeds."""
+    lines = []
+    for commit, group in grouped(rows, lambda row: row["commit"]).items():
+        own = scores(group)
+        change = with_error([after - before for before, after in pairs(rows, base, commit)], "+.6f", ".5f")
         change = "reference" if commit == base else change
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
         text = label(group[-1]) if len(group) == 1 else f"{group[-1]['description']}, {len(own)} seeds"
-        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {gpu}"
-        lines.append((gpu, not own, line))
+        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {group[-1]['gpu']}"
+        lines.append((not own, line))
     head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
-    if len({gpu for gpu, _ in groups}) > 1:
-        head = f"DIFFERENT GPUS: compare rows of the same GPU only\n{head}"
-    return "\n".join([head, *(line for *_, line in sorted(lines))])
+    return "\n".join([head, *(line for _, line in sorted(lines))])
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
     """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
 
-    Raises PrepareError if another wave is at work or the log cannot take rows."""
+    Raises PrepareError if another wave is at work."""
     # locked until this process ends; in the git directory, which no `git clean` touches
     args.alone = open(journal_of(harness.RESULTS).with_name("results.tsv.wave"), "ab")
     if not prepare.lock(args.alone, patience=1):
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
-    try:
-        harness.parse_log(prepare.read(harness.RESULTS))
-    except ValueError as error:
-        raise PrepareError(f"{harness.RESULTS} cannot take rows: {error}") from None
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    names = gpu_names(args.gpu)
-    model = statistics.mode(names or ["cpu"])
-    kind = Kind([model], args.budget, prepare.dataset_id(), args.gpu or "", anywhere=bool(args.address))
+    kind = Kind("", args.budget, prepare.dataset_id(), args.gpu or "")
     if args.address:
         from night.ray_pool import RayPool
 
-        return RayPool(args.address, kind.dataset, args.per_gpu, args.limit, args.locked), kind
+        pool = RayPool(args, kind.dataset)
+        return pool, kind._replace(gpu=pool.model)
+    names = gpu_names(args.gpu)
+    model = statistics.mode(names or ["cpu"])
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [place.strip() for place, name in zip(places.split(","), names, strict=False) if name == model]
+    places = [gpu.strip() for gpu, name in zip(places.split(","), names, strict=False) if name == model]
     for other in sorted({*names} - {model}):
         print(f"no run on {other}: scores compare with those on {model} only")
-    return Local(places, args.per_gpu, args.limit, args.locked), kind
+    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=model)
 
 
 def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
@@ -107,16 +101,14 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
         self.pending = {}  # run: commit and subject of its `base`, the revision to beat
-        self.rivals = defaultdict(set)  # commits that a revision's row judges
         self.records = {}  # run that has started: folder of its record
         self.lost = set()  # runs that were lost, and started again, once
         self.stopped = []  # not empty after a signal
 
-    def at_work(self, total: int = 0) -> Board:
-        """A context that shows the active runs, out of `total` to end in it; within it `ended` handles signals."""
+    def begin(self, total: int = 0) -> None:
+        """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
         self.board = Board(total)
-        return self.board
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
@@ -127,32 +119,23 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         todo = [run for run in runs if run.name not in done]
         print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
-        self.rivals[base[0]] |= {run.commit for run in runs}
-        for row in rows:
-            self.judge_by(row)  # ideas of an interrupted wave that ended before their reference
+        ideas = {run.commit for run in runs}
+        for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
+            keep_winners(ideas, row, self.kind)
         per_gpu = self.per_gpu(len(todo))
-        with self.at_work(len(todo)):
-            for run in todo:
-                self.submit(run, base, per_gpu)
-            while self.pending:
-                for run, row in self.ended():
-                    if row["dataset"] != self.kind.dataset:
-                        problem = f"{run} was scored on {row['dataset']}, and here is {self.kind.dataset}"
-                        raise PrepareError(f"{problem}: commit your prepare.py, or restore it")
-                    rival = run_of(*base, run.seed)
-                    waits = rival.name in {run.name, *(other.name for other in self.pending)}
-                    if not waits and self.lacks_rival(row, rival):
-                        self.submit(rival, base, per_gpu)
-        earlier = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
-        judged = {run.name for run in runs if run.commit == base[0] or run.commit not in earlier}
-        discard_by_mean(judged, base[0], self.kind)
+        self.begin(len(todo))
+        for run in todo:
+            self.submit(run, base, per_gpu)
+        while self.pending:
+            for run, row in self.ended():
+                if place(row) != self.kind.place():
+                    problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
+                    raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
+                if run.commit == base[0]:
+                    keep_winners(ideas, row, self.kind)
+        discard_by_mean({run.name for run in runs}, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
-
-    def lacks_rival(self, idea: dict, rival: Run) -> bool:
-        """Whether an idea ended on a GPU where the reference has not run, as it has on other nodes."""
-        rows = [row for row in self.kind.rows() if run_name(row) == rival.name and row["gpu"] == idea["gpu"]]
-        return bool(rival.commit) and not crashed(idea) and not rows
 
     def per_gpu(self, runs: int) -> int:
         """How many of so many runs each GPU should take."""
@@ -166,12 +149,6 @@ class Trainer:
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
         self.pool.submit(run, command, record, per_gpu or args.per_gpu)
         self.pending[run] = base
-        self.rivals[base[0]].add(run.commit)
-
-    def judge_by(self, row: dict) -> None:
-        """If it is a reference's row: judges the ideas that ended before it."""
-        if rivals := self.rivals.get(row["commit"]):
-            keep_winners(rivals, row, self.kind)
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
@@ -203,7 +180,6 @@ class Trainer:
                         break
                     time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
                 print(text)
-                self.judge_by(row)
                 yield run, row
         self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:
@@ -218,7 +194,7 @@ def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reaso
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
     An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
-    gpu, _, dataset = kind.place()  # on a cluster, this machine's GPU
+    gpu, _, dataset = kind.place()
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):
         *_, row = [row, *harness.parse_log(rows)[0]]

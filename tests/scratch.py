@@ -55,7 +55,7 @@ class StubPool:
         except Exception as error:
             found = dict(val_bpb=0.0, reason=type(error).__name__)
         self.log.unlink(missing_ok=True)
-        where = dict(gpu=self.kind.gpus[0], budget=self.kind.budget, dataset=self.kind.dataset, seed=run.seed)
+        where = dict(gpu=self.kind.gpu, budget=self.kind.budget, dataset=self.kind.dataset, seed=run.seed)
         harness.log_result(
             **found, **where, memory_gb=1.0, tokens_M=self.tokens_M, commit="", description="", path=self.log
         )
@@ -73,7 +73,7 @@ class Scratch:
     """
 
     def __init__(self, folder: Path, monkeypatch, files: dict[str, str], budget: str = "300 s"):
-        self.folder, self.kind = folder, Kind(["cpu"], budget, "d")
+        self.folder, self.kind = folder, Kind("cpu", budget, "d")
         for module, name, value in (
             (night_git, "ROOT", folder),
             (harness, "RESULTS", folder / "results.tsv"),

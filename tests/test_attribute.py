@@ -9,12 +9,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scratch import Scratch
 from test_report import LABEL, Morning
 
 import harness
 import prepare
-from night import git, proposals
-from night.attribute import Change, attribute, halves, lineage, possible, prune, try_changes
+from night import git
+from night.attribute import Change, halves, lineage, possible, prune, try_changes
 from night.git import revisions
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
@@ -49,14 +50,7 @@ result(TRUE + noise("val"), TRUE + noise("test"))
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
     """A function that runs a script in a new repository, on its branch `night`; night works in that, too."""
-    monkeypatch.setattr("night.git.ROOT", tmp_path)
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-
-    def shell(script: str) -> str:
-        return subprocess.check_output(["sh", "-ec", script], cwd=tmp_path, text=True).strip()
-
-    shell("git init -q -b night")
-    return shell
+    return Scratch(tmp_path / "clone", monkeypatch, {}).shell
 
 
 def judged(truth: list[float], luck: float, rng, needed: int | None = None) -> tuple[list[Change], int]:
@@ -150,43 +144,6 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
     assert [change.val for change in changes] == pytest.approx([0.02] * 2 + [0.01] * (count - 2))
 
 
-def test_ideas_of_a_wave_that_were_merged_are_each_judged_by_what_they_add(tmp_path, shell):
-    """Two ideas on the baseline, then both: neither contains the other, so no edit leads from one to the other."""
-    noise = np.random.default_rng(1)
-
-    def log(commit: str, name: str, seed: int = 42, report: bool = False) -> None:
-        text = git.read_train(commit)
-        bpb = 1.3 - 0.02 * (b"A = 1" in text) - 0.005 * (b"B = 1" in text) + noise.normal(0, 5e-4, 2) * report
-        row = dict(gpu="cpu", dataset="d", memory_gb=1.0, commit=commit, description=name, seed=seed, report=report)
-        harness.log_result(val_bpb=bpb[0], test_bpb=bpb[1] if report else None, to_beat=9.0, **row)
-
-    def commit(name: str, a: int, b: int, script: str = "") -> str:
-        shell(script)
-        (tmp_path / "train.py").write_text(f"A = {a}\n\n#\n\nB = {b}\n")
-        return shell(f"git add .; git commit -q --allow-empty -m '{name}'; git rev-parse --short=7 HEAD")
-
-    class Played:
-        def train(self, runs: list) -> list[dict]:
-            for commit, name, seed in runs:
-                log(commit, name, seed, report=True)
-            return harness.read_results()
-
-    names = {commit("base", 0, 0): "base"}
-    names[commit("A", 1, 0, "git checkout -q -b a night")] = "A"
-    names[commit("B", 0, 1, "git checkout -q -b b night")] = "B"
-    shell("git checkout -q night; git merge -q --no-edit a b")
-    names[shell("git rev-parse --short=7 HEAD")] = "both"
-    words = "sed -i 's/^#/# words/' train.py; git commit -qam words; git rev-parse --short=7 HEAD"
-    names[shell(words)] = "words"
-    for one in names.items():
-        log(*one)
-    text = attribute(lineage(harness.read_results()), Played(), gain=0.025)
-    found = re.findall(r"^\| (\w+) \| \+0 \| (\S+) .*\| ([\w ]+) \|$", text, re.M)
-    assert [(name, verdict) for name, _, verdict in found] == [("B", "real"), ("both", "real")]
-    assert [float(val) for _, val, _ in found] == pytest.approx([0.005, 0.02], abs=0.002)
-    assert "| words | +0 |  |  |  | only comments |" in text
-
-
 def test_the_first_and_the_last_kept_commit_are_so_by_ancestry_whatever_the_order_of_their_rows(shell):
     commit = "git commit -q --allow-empty -m x; git rev-parse --short=7 HEAD; "
     a, b, c, d = shell(4 * commit).split()
@@ -222,7 +179,7 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
 
 
 def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
-    """A second commit at a place is refused; a branch that somebody has committed to stays."""
+    """A second commit at a place is refused."""
     head = shell("echo a > train.py; git add .; git commit -q -m a; git rev-parse HEAD")
     first = git.commit_train(head, b"b", "b", "night-loop/1")
     assert first == git.commit_train(head, b"b", "b", "night-loop/1")
@@ -232,24 +189,6 @@ def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
     kept = git.commit_train(head, b"c", "c", "without/")
     assert shell(f"git rev-parse --short=7 refs/night/without/{shell(f'git rev-parse {kept}')}") == kept
     assert shell("git branch --format='%(refname:short)'") == "night", "hundreds of branches"
-
-    assert [git.new_branch("night-pruned", kept) for _ in range(2)] == ["night-pruned"] * 2
-    theirs = shell("git checkout -q night-pruned; git commit -q --allow-empty -m mine; git rev-parse HEAD")
-    assert git.new_branch("night-pruned", kept) == "night-pruned-2"
-    assert shell("git rev-parse night-pruned") == theirs
-    shell("git checkout -q night; git branch night-deep/er")
-    assert git.new_branch("night-deep", kept) == "night-deep-2"
-
-
-def test_hashes_of_sha256_are_hashes(shell):
-    shell("rm -r .git; git init -q --object-format=sha256 -b night")
-    head = shell("echo a > train.py; git add .; git commit -q -m 'the first'; git rev-parse HEAD")
-    proposal = git.commit_train(head, b"b\n", "the second", "night-loop/1")
-    assert revisions([head, proposal]) == [(head[:7], "the first"), (proposal, "the second")]
-    assert proposals.accepted("night") == {proposal: (1, head[:7], "the second")}
-    assert len(head) == 64 and b"train.py" in git.archive(proposal)
-    git.move_branch("night", shell(f"git rev-parse {proposal}"), head)
-    assert git.read_train("night") == b"b\n"
 
 
 def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch):
@@ -262,9 +201,9 @@ def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch)
     )
     plain = git.new_commit(head, b"x\n\n\n\nb\n", "é"), git.archive(head)
     other, config = tmp_path / "other", tmp_path / "config"
-    attributes = "* text=auto eol=crlf export-ignore"
+    attributes = "* text=auto eol=crlf export-ignore"  # of all the user's clones
     config.write_text(f"[log]\nshowSignature = true\n[gpg]\nprogram = {gpg}\n[merge]\nconflictStyle = diff3\n")
-    shell(f"git init -q {other}; echo '{attributes}' | tee .git/info/attributes > attributes")
+    shell(f"git init -q {other}; echo '{attributes}' > {tmp_path}/attributes")
     with config.open("a") as file:
         file.write(f"[core]\nautocrlf = true\nattributesFile = {tmp_path}/attributes\nhooksPath = {tmp_path}\n")
         file.write("[commit]\ngpgSign = true\n[i18n]\ncommitEncoding = latin1\nlogOutputEncoding = latin1\n")
@@ -364,11 +303,13 @@ def test_a_change_of_comments_alone_is_not_trained_and_that_all_others_are_neede
 
 
 def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, capsys):
-    """Of five kept changes one is pure luck, one does harm, two are on one line. The next report trains nothing."""
+    """Of six kept changes one is pure luck, one does harm, two are on one line, one is a comment. The next report
+    trains nothing."""
     clone, text, score = Morning(tmp_path / "clone", monkeypatch), TRAIN, 1.3
     edits = [("REAL = 0", "REAL = 1"), ("LUCK = 0", "LUCK = 1\n\n"), ("HARM = 0", "HARM = 1")]
-    edits += [("TWICE = 0", "TWICE = 1"), ("TWICE = 1", "TWICE = 2")]
-    for name, (old, new) in zip(["baseline", "real", "luck", "harm", "once", "twice"], [("", ""), *edits], strict=True):
+    edits += [("TWICE = 0", "TWICE = 1"), ("TWICE = 1", "TWICE = 2"), ("too", "also")]
+    names = ["baseline", "real", "luck", "harm", "once", "twice", "words"]
+    for name, (old, new) in zip(names, [("", ""), *edits], strict=True):
         text, score = text.replace(old, new) if old else text, score - 0.001
         (clone.folder / "train.py").write_text(text)
         clone.shell(f"git commit -q --allow-empty -am {name}")
@@ -389,13 +330,14 @@ def test_the_report_names_luck_and_harm_and_prunes_them(tmp_path, monkeypatch, c
     assert [float(val) for _, _, val, *_ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     assert [float(test) for _, _, _, test, _ in found] == pytest.approx([0.02, 0, -0.02, 0.02, 0.02], abs=0.003)
     lines = len(text.splitlines())
-    assert "Judged: 3 real, 1 no evidence, 1 harmful. `real`: on val; up to 10% of such verdicts are wrong." in output
+    assert "| words | +0 |  |  |  | only comments |" in output
+    assert "Judged: 3 real, 1 no evidence, 1 harmful, 1 only comments. `real`: on val; up to 10% of such" in output
     assert "The pruned file lacks 2 of them. It may cost 0.0040, 10% of" in output
-    assert f"Branch night-pruned has {lines - 2} lines, not {lines}." in output
+    (pruned,) = re.findall(rf"Branch (night-pruned-\w{{7}}) has {lines - 2} lines, not {lines}\.", output)
     report = clone.written()
     assert "the gain's 97% confidence interval" in report and "\n## Which of the kept changes are real?\n" in report
     text = text.replace("LUCK = 1\n\n", "LUCK = 0").replace("HARM = 1", "HARM = 0")
-    assert clone.shell("git show night-pruned:train.py") == text.strip()
+    assert clone.shell(f"git show {pruned}:train.py") == text.strip()
     assert clone.shell("git status --porcelain") == "" and clone.shell("git branch --show-current") == "night"
     log = harness.RESULTS.read_bytes()
     assert {row["seed"] for row in clone.rows() if "without changes" in row["description"]} >= {1001, 1002}

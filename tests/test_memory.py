@@ -260,7 +260,7 @@ def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, caps
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     row = dict(memory_gb=1.0, gpu="g", dataset="d")
     for i in (0, 3, 1, 5, 2, 4, 6):
-        text = f"tune tpe: LR 1 -> {i}" if i else "base"
+        text = f"{'agent 2: ' * (i % 2)}tune tpe: LR 1 -> {i}" if i else "base"
         harness.log_result(val_bpb=1.2 + i / 100, commit=f"{i:07d}", description=text, **row)
     harness.log_result(val_bpb=0.0, commit="crashed", description="tune tpe: LR 1 -> 7", reason="pruned", **row)
     *_, title, one, two, three, four, five = printed(capsys, show.show, revision=None, **FIVE_MINUTES).splitlines()

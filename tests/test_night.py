@@ -10,11 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
 
+import night_chart
 import pytest
 from scratch import Scratch
 from small_corpus import ROOT, WORDS, copy_files, told
@@ -27,7 +27,6 @@ from night.__main__ import main, parse
 from night.gains import Gains
 from night.git import commit_train
 from night.loop import Loop
-from night.noise import Noise, seed_noise
 from night.plot import plot
 from night.rows import Kind, reference
 
@@ -59,7 +58,7 @@ except BaseException as error:
 """
 
 
-IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
 DAEMON = f"subprocess.Popen([sys.executable, '-c', {IGNORES!r}], start_new_session=True, stdout=-1).stdout.readline()"
 
 
@@ -295,23 +294,6 @@ def test_no_process_is_left_when_a_supervisor_is_killed_and_its_row_is(night, gu
     assert [told(row) for row in night.rows()] == [f"idea [{reason}]"]
 
 
-def test_a_guard_passes_on_a_signal_that_comes_before_its_child_has_started():
-    script = """\
-import os, signal
-from night import run
-
-def prctl(option, value, of_the_system=run.prctl):
-    of_the_system(option, value)
-    if (option, value) == (run.PR_SET_PDEATHSIG, signal.SIGTERM):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-run.prctl = prctl
-code, ended_by, _ = run.guard(["sleep", "99"], 60, os.getppid(), os.devnull)
-print(-code == ended_by == signal.SIGTERM)
-"""
-    assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "True\n"
-
-
 @pytest.mark.parametrize("waits", ["waitid", "waitpid"])
 def test_a_signal_that_comes_when_the_guard_has_just_ended_costs_no_row(waits):
     """Nor is it sent to whoever has the guard's process id by then."""
@@ -393,8 +375,6 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     night.assert_nothing_else_changed()
     baseline = night.run("git rev-parse --short=7 HEAD~3").strip()
     assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
-    commits = [row["commit"] for row in night.rows()]
-    assert commits[0] == commits[-1] == baseline, "what the night began with is still its first row"
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
     assert night.run("python -m night reference") == f"{baseline}\n"
     for command_ in ("reference", "report"):
@@ -445,12 +425,12 @@ def history(monkeypatch, tmp_path):
 )
 def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history, log, commit, of_60_s):
     history(*log)
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * commit
-    assert reference(Kind(["A"], "60 s", "d")) == 7 * of_60_s
-    assert reference(Kind(["A"], "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
+    assert reference(Kind("A", "300 s", "d")) == 7 * commit
+    assert reference(Kind("A", "60 s", "d")) == 7 * of_60_s
+    assert reference(Kind("A", "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * commit
-    assert reference(Kind(["A"], "60 s", "d")) == "ccccccc"
+    assert reference(Kind("A", "300 s", "d")) == 7 * commit
+    assert reference(Kind("A", "60 s", "d")) == "ccccccc"
 
 
 @pytest.fixture
@@ -495,7 +475,7 @@ def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(histo
     history("a|1.3|keep|A|d", "b|1.35|discard|A|d")
     row = dict(memory_gb=1.0, gpu="A", dataset="d", commit="bbbbbbb+", description="x")
     assert harness.log_result(val_bpb=1.2, **row) == "keep"
-    assert reference(Kind(["A"], "300 s", "d")) == 7 * "a"
+    assert reference(Kind("A", "300 s", "d")) == 7 * "a"
 
 
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
@@ -531,7 +511,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
 
 def test_nothing_overrules_a_persons_word(history):
     history("a|1.3|keep|A|d", "b|1.2|discard|A|d", "c|1.25|keep|A|d", "a|1.3|discard|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     assert statuses.set_status(7 * "b", kind, "discard", by="person")
     assert statuses.set_status(7 * "c", kind, "keep", by="person")
     before = harness.read_results()
@@ -547,7 +527,7 @@ def test_nothing_overrules_a_persons_word(history):
 
 def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
     history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     assert statuses.set_status(7 * "b", kind, "discard", by="person")
     assert statuses.set_status(7 * "c", kind, "keep", by="person")
     history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
@@ -563,20 +543,10 @@ def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons
 
 def test_an_earlier_commit_that_runs_again_with_another_seed_does_not_become_the_reference(history):
     history("a|1.3|keep|A|d", "b|1.2|keep|A|d")
-    kind = Kind(["A"], "300 s", "d")
+    kind = Kind("A", "300 s", "d")
     row = dict(val_bpb=1.1, memory_gb=1.0, commit=7 * "a", description="x", gpu="A", dataset="d", seed=1)
     assert harness.log_result(**row) == "keep" and reference(kind) == 7 * "b"
     assert statuses.set_status(7 * "a", kind, "keep", by="person") and reference(kind) == 7 * "a"
-
-
-def test_a_row_that_waits_while_the_log_is_replaced_goes_into_the_new_one(history):
-    history("a|1.3|keep|A|d")
-    with harness.edit_log():
-        writer = threading.Thread(target=history, args=["b|1.2|keep|A|d"])
-        writer.start()
-        time.sleep(0.2)
-    writer.join()
-    assert [row["val_bpb"] for row in harness.read_results()] == [1.3, 1.2]
 
 
 @pytest.mark.parametrize(
@@ -674,7 +644,7 @@ def test_options_in_the_documents_exist():
                 assert set(re.findall(r"--[a-z-]+", arguments)) <= known[script], (document, script, arguments)
 
 
-# ---- the picture, and autoresearch's notebook ----
+# ---- the picture ----
 
 
 def simulate(runs: int, crash_every: int) -> None:
@@ -723,9 +693,7 @@ def check_chart(chart, rows: list[dict]) -> None:
     assert sum(counts) == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("runs", "crash_every"), [(1, 10), (5, 1), (120, 10), pytest.param(300, 7, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("runs", "crash_every"), [(1, 10), (5, 1), (120, 10)])
 def test_picture_has_a_chart_for_each_gpu_with_every_experiment(drawn, runs, crash_every):
     simulate(runs, crash_every)
     rows = harness.read_results()
@@ -764,15 +732,13 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
         plot()
 
 
-def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(tmp_path, monkeypatch):
+def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(monkeypatch):
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(harness, "RESULTS", harness.RESULTS)  # plot sets it
-    figures, saved = [], []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or saved.append(path))
-    plot(argparse.Namespace(revisions=[], log=ROOT / "tests/night/results.tsv", chart=tmp_path / "night.png"))
-    assert saved == [tmp_path / "night.png", tmp_path / "night-dark.png"]
-    assert all((ROOT / "docs" / path.name).exists() for path in saved)
+    monkeypatch.setattr(harness, "RESULTS", harness.RESULTS)  # night_chart sets it
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    night_chart.main(ROOT / "docs")
     light, dark = figures
     assert light.get_facecolor() == (1, 1, 1, 1) and max(dark.get_facecolor()[:3]) < 0.1
     for figure in figures:
@@ -811,18 +777,6 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
     (band,) = [patch.get_bbox() for patch in chart.patches]
     assert (band.y0, band.y1) == pytest.approx((1.25 - 2 * noise, 1.25 + 2 * noise))
     assert chart.get_title("left") == "g, 60 s, d\nval_bpb 1.3000 to 1.2500"
-
-
-def test_the_band_is_that_between_versions_once_three_have_been_trained_with_three_seeds(drawn):
-    where, rows = dict(gpu="g", budget="60 s", dataset="d"), []
-    for i, commit in enumerate("abc"):
-        for j, seed in enumerate((42, 1, 2)):  # a seed's effect of 0.1 on all, the rest 0.01
-            rows.append((7 * commit, seed, 1.3 - 0.1 * i + 0.1 * j + 0.01 * (i == j)))
-    (chart,) = drawn(*rows)
-    (band,) = [patch.get_bbox() for patch in chart.patches]
-    noise = Noise.of([where])
-    assert noise == (pytest.approx(0.01 * 0.5**0.5, rel=1e-6), "between versions with one seed")
-    assert band.y1 - band.y0 == pytest.approx(4 * noise.sd) and seed_noise(where)[0] > 10 * noise.sd
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):

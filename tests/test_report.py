@@ -295,7 +295,7 @@ def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test
 
     def look(first: str, last: str, seeds: int, dataset: str = "d") -> tuple[int, list[str]]:
         rows = rows_of({name: [1.2] * seeds for name in (first, last)}, {name: [1.3] * seeds for name in (first, last)})
-        return remember_look(dict(commit=first), dict(commit=last), rows, dataset)
+        return remember_look(first, last, rows, dataset)
 
     assert [look(a, b, seeds) for seeds in (3, 6, 3, 1, 12)] == [(1, []), (2, []), (1, []), (3, []), (3, [])]
     assert look(a, b, 24, "e") == (1, []), "another text"

@@ -1,11 +1,8 @@
 """Tuning: which numbers of train.py are knobs, and searches over a stub of it by a real Optuna."""
 
 import functools
-import os
 import re
-import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +16,6 @@ from night import proposals, tune
 from night.__main__ import parse
 from night.git import commit_train
 from night.knobs import edit, read_knobs
-from night.report import best_of
-from night.rows import arm, arms
 from prepare import PrepareError
 
 optuna = pytest.importorskip("optuna", reason="it is in the extra [night]")
@@ -70,7 +65,9 @@ class Searched(Scratch):
     def propose(self, base: str, *options: str) -> str:
         """What the tuner writes as IDEA. self.work: where; self.study: what Optuna knew, and the trial."""
         create = optuna.create_study
-        self.work, _ = proposals.checkout(base)
+        self.work = self.folder.with_name(f"agent{self.luck}") / "work"
+        self.work.parent.mkdir()
+        proposals.checkout(self.work, base)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.work)
             patch.setattr(optuna, "create_study", lambda **args: setattr(self, "study", create(**args)) or self.study)
@@ -81,8 +78,8 @@ class Searched(Scratch):
 
     def agent(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
         """In place of agents.start: the tuner, without a process of its own."""
-        with proposals.new_proposal(branch) as n:
-            self.propose(base, *command.split())
+        n = proposals.new_proposal(branch)
+        self.propose(base, *command.split())
         ended = SimpleNamespace(poll=lambda: 0, returncode=0)
         return agents.Agent(n, now, name, base, self.work, {"train.py": tune.read_train(base)}, ended)
 
@@ -104,9 +101,7 @@ class Searched(Scratch):
 def quick(tmp_path, monkeypatch):
     quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
-    yield quick
-    for folder in Path("/tmp").glob(f"t4-night-{os.getpid()}-*"):  # checkouts, which a loop would delete
-        shutil.rmtree(folder)
+    return quick
 
 
 @pytest.fixture
@@ -256,30 +251,3 @@ def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
     assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2, "killed at work, and repeated"
     assert all(row["description"].startswith("tune tpe: ") for row in rows[4:])
     assert (clone.folder / "train.py").read_text() == "by hand", "the user's edit is left alone"
-
-
-def test_arms_are_told_apart_in_the_report(tmp_path, monkeypatch):
-    """Neither the baseline nor what measures the noise, nor a run with another seed belongs to an arm."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    row = dict(memory_gb=1.0, gpu="A", dataset="d")
-    ideas = {
-        "no tune tpe: a": 1.3,
-        "tune tpe: A 1 -> 2": 1.2,
-        "agent 2: x": 1.25,
-        "noise: constants x 0.999": 1.05,
-        "tune tpe: A 1 -> 3": 1.1,
-        "tune random: A": 0,
-        "agent 3: tune random: B": 1.4,
-        "tune tpe: C, seed 1": 1.0,
-    }
-    ideas |= {f"tune random: {letter}, seed 1": 0 for letter in "DEFGH"}
-    for i, (text, bpb) in enumerate(ideas.items()):
-        subject, _, seed = text.partition(", seed ")
-        row |= dict(commit=f"c{i}", description=subject, seed=int(seed or 42))
-        harness.log_result(val_bpb=bpb, reason="NaN" * (not bpb), **row)
-    assert {arm({"description": text}) for text in ("prune tpe: a", "tune all: a", "tpe: a")} == {"agent"}
-    found = arms(harness.read_results())
-    assert {name: len(rows) for name, rows in found.items()} == {"tpe": 2, "agent 2": 1, "random": 2}
-    assert not arms([row for row in harness.read_results() if row["status"] == "crash"])
-    assert best_of("tpe", found["tpe"]) == "- Lowest of 2 by tpe, partly luck: 1.1000, c4, tune tpe: A 1 -> 3."
-    assert best_of("random", found["random"][:1]).endswith("none, all crashed.")
