@@ -81,7 +81,7 @@ class Config:  # saved with the weights
 SIZE = None  # or Config(...), which replaces all of SIZES
 SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (0, Config(depth=3, n_embd=128, head_dim=32, seq_len=128, eval_seq_len=1024,
-               device_batch_size=32, total_batch_size=2**12, ngram_rows=40_960, ngram_lr=0.28)),  # no GPU
+               device_batch_size=32, total_batch_size=2**12, ngram_rows=655_360)),  # no GPU
     (1e12, Config(depth=3, n_embd=384, ngram_lr=0.65)),
     (70e12, Config(depth=4, n_embd=384, ngram_lr=0.65)),
     (145e12, Config(depth=6, n_embd=512, device_batch_size=64, total_batch_size=2**16, ngram_rows=10_485_760)),

@@ -97,7 +97,7 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
         (165e12, 16, 1_310_720),
         (312e12, 42.4, 5_242_880),  # an A100 of 40 GB
         (990e12, 150, 10_485_760),
-        (0, 0, 40_960),
+        (0, 0, 655_360),
     ],
 )
 def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
