@@ -29,8 +29,7 @@ def git_head() -> tuple[str, str]:
         names, ran = uncommitted(), script()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
         notes += f" (ran {ran})" if ran != "train.py" else ""
-        if changed_since_start():
-            notes += " (changed while it started)"
+        notes += " (changed while it started)" if changed_since_start() else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
         print(f"no commit in this row: {' '.join(git_problem(error).split())}", file=sys.stderr)

@@ -74,7 +74,7 @@ def imitate(name: str | None = None) -> GPU:
         return named_gpu(name)
     here = this_gpu()
     gpu = named_gpu(name) if name else here
-    if None in (here.capability, gpu.capability):
+    if here.capability is None:
         return gpu._replace(capability=None)
     capability = min(here.capability, gpu.capability)
     return gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
