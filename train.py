@@ -95,7 +95,7 @@ def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
         return torch.float32, "sdpa"
     if gpu.capability < (8, 0):
         return torch.float16, "sdpa"
-    return torch.bfloat16, "fa3" if gpu.has_fa3 else "fa2"
+    return torch.bfloat16, gpu.flash or "fa2"
 
 def pick_size(gpu: harness.GPU) -> Config:
     """SIZE, or this GPU's row of SIZES, cut to what the GPU can train."""
@@ -244,8 +244,8 @@ def sdpa(q, k, v, window, shift):
 @functools.cache
 def attention(kind):
     """A causal f(q, k, v, window, shift): tokens of (B, T, H, D) see `window` earlier ones."""
-    if kind == "fa3":
-        flash = harness.load_fa3()  # which copies v, unless Inductor fuses contiguous()
+    if kind in ("fa3", "fa4"):
+        flash = getattr(harness, f"load_{kind}")()  # copies v, unless Inductor fuses contiguous()
         return lambda q, k, v, W, _: flash(q, k, v.contiguous(), causal=True, window_size=(W, 0))
     return {"fa2": fa2, "sdpa": sdpa}[kind]
 

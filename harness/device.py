@@ -8,7 +8,8 @@ import shutil
 import time
 from pathlib import Path
 
-from harness.gpu import FLOPS, MHZ, imitate, install_fa3, known_capability, this_gpu
+from harness.flash import flash_for, install
+from harness.gpu import FLOPS, MHZ, imitate, known_capability, this_gpu
 from prepare import PrepareError
 
 
@@ -28,8 +29,8 @@ def pick_gpu(name: str | None = None) -> tuple:
             print(f"Others use {(total - free) / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: memory may run out")
     else:
         share_cpu()
-    if gpu.capability == (9, 0) and not gpu.has_fa3:
-        print(f"Running without FlashAttention-3, which is faster: {install_fa3()}")
+    if (flash := flash_for(gpu.capability)) and not gpu.flash:
+        print(f"Running without FlashAttention-{flash[-1]}, which is faster: {install(flash)}")
     return torch.device("cuda" if gpu.capability else "cpu"), gpu
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from typing import NamedTuple
 
-from prepare import PrepareError, one_line
+from harness.flash import flash_for, installed
+from prepare import PrepareError
 
 
 class GPU(NamedTuple):
@@ -15,7 +14,7 @@ class GPU(NamedTuple):
     capability: tuple[int, int] | None  # CUDA compute capability, None without a GPU: decides the numerics
     peak_flops: float  # dense 16-bit FLOP/s from the datasheet: decides the model size
     memory: int = 0  # bytes in total, free or not: limits the n-gram tables
-    has_fa3: bool = False  # whether FlashAttention-3 runs here
+    flash: str = ""  # the FlashAttention made for it, "fa3" or "fa4", where that is installed
 
 
 # --gpu NAME: compute capability, multiprocessors, clock in MHz, share of the chip's rate, GiB of memory by the driver
@@ -65,7 +64,8 @@ def this_gpu() -> GPU:
     capability = p.major, p.minor
     share = next((share for name, share in SLOWED.items() if name in p.name.replace("-", " ").split()), 1)
     peak = peak_flops(capability, p.multi_processor_count, p.clock_rate / 1000, share)
-    return GPU(capability, peak, p.total_memory, capability == (9, 0) and fa3_installed())
+    flash = flash_for(capability)
+    return GPU(capability, peak, p.total_memory, flash if installed(flash) else "")
 
 
 def imitate(name: str | None = None) -> GPU:
@@ -77,38 +77,18 @@ def imitate(name: str | None = None) -> GPU:
     if here.capability is None:
         return gpu._replace(capability=None)
     capability = min(here.capability, gpu.capability)
-    return gpu._replace(capability=capability, has_fa3=here.has_fa3 and capability == (9, 0))
+    return gpu._replace(capability=capability, flash=here.flash if flash_for(capability) else "")
 
 
 def gpu_name(name: str | None = None) -> str:
     """The gpu column: this GPU's name, and what makes its scores incomparable. name: a GPU that it imitates. A Hopper
-    without FlashAttention-3 is slower, so it counts as another GPU, unless it imitates one that never uses it."""
+    without FlashAttention-3, as a B200 without 4, is slower, so it counts as another GPU, unless it imitates one that
+    never uses it."""
     import torch
 
     gpu, imitated = imitate(name), f" as {name}" if name else ""
     if this_gpu().capability is None:
         return f"cpu{imitated}"
-    slower = ", without FA3" if gpu.capability == (9, 0) and not gpu.has_fa3 else ""
+    flash = flash_for(gpu.capability)
+    slower = f", without {flash.upper()}" if flash and not gpu.flash else ""
     return torch.cuda.get_device_name() + slower + imitated
-
-
-def fa3_installed() -> bool:
-    return importlib.util.find_spec("flash_attn_interface") is not None
-
-
-def install_fa3() -> str:
-    """The command that installs FlashAttention-3."""
-    import torch
-
-    index = f"https://download.pytorch.org/whl/cu{torch.version.cuda.replace('.', '')}"
-    return f"pip install flash-attn-3 --index-url {index}"
-
-
-def load_fa3() -> Callable:
-    """flash_attn_func from FlashAttention-3's official module. Raises PrepareError if the import fails."""
-    try:
-        from flash_attn_interface import flash_attn_func
-    except Exception as error:
-        fix = f"reinstall it ({install_fa3()}) or remove it (pip uninstall flash-attn-3)"
-        raise PrepareError(f"flash_attn_interface cannot be imported ({one_line(error)}): {fix}") from error
-    return flash_attn_func

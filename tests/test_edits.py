@@ -206,7 +206,7 @@ EDITS = {
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
     "ALiBi": Edit([
         (SDPA, ALIBI),
-        ('"fa3" if gpu.has_fa3 else "fa2"', '"sdpa"'),
+        ('gpu.flash or "fa2"', '"sdpa"'),
     ]),
     "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),
     "parallel attention and MLP": replace(

@@ -1,6 +1,7 @@
 """Claims about harness.pick_gpu: what an experiment gets to know of the GPU."""
 
 import getpass
+import importlib
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reference_model import sliding_attention
 from sympy import Integer
 from torch._functorch import config as aot_autograd
 from torch._inductor import config
@@ -55,13 +57,36 @@ CHIPS = {
 
 
 FLASH = "def flash_attn_func(): pass"
+FA4 = """
+import torch
+
+def _flash_attn_fwd(q, k, v, causal, window_size_left, return_lse):
+    assert causal and return_lse
+    probabilities = attend(q, k, window_size_left)
+    out = torch.einsum("bhts,bshd->bthd", probabilities, v.float()).to(q.dtype)
+    return out, q.new_zeros(len(q), q.size(2), q.size(1), dtype=torch.float32), None
+
+def _flash_attn_bwd(q, k, v, out, grad, lse, causal, window_size_left):
+    probabilities, (q, k, v, grad) = attend(q, k, window_size_left), (t.float() for t in (q, k, v, grad))
+    scores = probabilities * torch.einsum("bthd,bshd->bhts", grad, v)
+    scores = (scores - probabilities * scores.sum(-1, keepdim=True)) / q.size(-1) ** 0.5
+    grads = [torch.einsum("bhts,bshd->bthd", scores, k), torch.einsum("bhts,bthd->bshd", scores, q)]
+    grads += [torch.einsum("bhts,bthd->bshd", probabilities, grad)]
+    return *(g.to(out.dtype) for g in grads), None
+
+def attend(q, k, left):
+    back = torch.arange(q.size(1))[:, None] - torch.arange(q.size(1))
+    seen = (back >= 0) & (back <= (q.size(1) if left is None else left))
+    scores = torch.einsum("bthd,bshd->bhts", q.float(), k.float()) / q.size(-1) ** 0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+"""
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with that GPU, and with a flash_attn_interface.py of that text."""
+    """A machine with that GPU, with a flash_attn_interface.py of that text, and with FlashAttention-4 or without."""
 
-    def put(name: str, capability: tuple, multiprocessors: int, mhz: int, memory=16 * 10**9, fa3="") -> None:
+    def put(name: str, capability: tuple, multiprocessors: int, mhz: int, memory=16 * 10**9, fa3="", fa4=False) -> None:
         properties = dict(zip(("major", "minor"), capability, strict=True), name=name, total_memory=memory)
         properties |= dict(multi_processor_count=multiprocessors, clock_rate=1000 * mhz)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -76,16 +101,28 @@ def machine(monkeypatch, tmp_path):
         (tmp_path / "flash_attn_interface.py").unlink(missing_ok=True)
         if fa3:
             (tmp_path / "flash_attn_interface.py").write_text(fa3)
+        if fa4:
+            install_fa4(tmp_path, FA4)
 
     return put
+
+
+def install_fa4(folder: Path, text: str) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[module]
+    (folder / "flash_attn/cute").mkdir(parents=True, exist_ok=True)
+    (folder / "flash_attn/cute/__init__.py").touch()
+    (folder / "flash_attn/cute/interface.py").write_text(text)
+    importlib.invalidate_caches()
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_each_gpu_is_found_with_the_peak_flops_of_its_datasheet_and_no_line_doubts_them(chip, machine, capsys):
     name, capability, *properties, tflops = CHIPS[chip]
-    machine(name, capability, *properties, fa3=FLASH)
+    machine(name, capability, *properties, fa3=FLASH, fa4=True)
     device, gpu = harness.pick_gpu()
-    assert (device.type, gpu.capability, gpu.memory, gpu.has_fa3) == ("cuda", capability, 16e9, capability == (9, 0))
+    flash = {9: "fa3", 10: "fa4"}.get(capability[0], "")
+    assert (device.type, gpu.capability, gpu.memory, gpu.flash) == ("cuda", capability, 16e9, flash)
     assert gpu.peak_flops == pytest.approx(tflops * 1e12, rel=0.015)
     assert capsys.readouterr().out == "" and harness.gpu_name() == name and harness.this_gpu() == gpu
     if chip.replace(" ", "") in harness.GPUS:
@@ -195,11 +232,12 @@ def test_without_a_c_compiler_the_run_ends_in_a_line(machine, monkeypatch):
 @pytest.mark.parametrize("fa3", [FLASH, ""], ids=["FA3", "no FA3"])
 def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine, fa3):
     machine("NVIDIA H200", (9, 0), 132, 1980, 141 * 10**9, fa3)
-    assert harness.pick_gpu("T4")[1] == harness.GPU((7, 5), 40 * 1590e6 * 1024, int(14.6 * 2**30), False)
-    assert harness.pick_gpu("A100")[1].has_fa3 is False
-    assert harness.pick_gpu("B200")[1] == harness.named_gpu("B200")._replace(capability=(9, 0), has_fa3=bool(fa3))
-    assert harness.pick_gpu("H100")[1].has_fa3 == harness.pick_gpu()[1].has_fa3 == bool(fa3)
-    assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, False))
+    assert harness.pick_gpu("T4")[1] == harness.GPU((7, 5), 40 * 1590e6 * 1024, int(14.6 * 2**30), "")
+    flash = "fa3" if fa3 else ""
+    assert harness.pick_gpu("A100")[1].flash == ""
+    assert harness.pick_gpu("B200")[1] == harness.named_gpu("B200")._replace(capability=(9, 0), flash=flash)
+    assert harness.pick_gpu("H100")[1].flash == harness.pick_gpu()[1].flash == flash
+    assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, ""))
 
 
 def test_gpu_cpu_does_not_ask_cuda(machine, monkeypatch):
@@ -221,11 +259,47 @@ def test_a_hopper_without_fa3_is_another_kind_of_gpu_and_says_how_to_get_it(mach
 
 def test_the_name_of_the_gpu_does_not_import_fa3_and_a_broken_one_ends_the_run_with_the_remedy(machine):
     machine("NVIDIA H200", (9, 0), 132, 1980, fa3="raise OSError('undefined symbol: _ZN3c10')")
-    assert harness.gpu_name() == "NVIDIA H200" and harness.pick_gpu()[1].has_fa3
+    assert harness.gpu_name() == "NVIDIA H200" and harness.pick_gpu()[1].flash == "fa3"
     with pytest.raises(prepare.PrepareError, match=r"undefined symbol.*pip install flash-attn-3.*pip uninstall"):
         harness.load_fa3()
     machine("NVIDIA H200", (9, 0), 132, 1980, fa3=FLASH)
     assert harness.load_fa3().__name__ == "flash_attn_func"
+
+
+def test_a_b200_takes_fa4_where_it_is_installed_and_says_how_to_get_it(machine, capsys):
+    for fa4, name in ((False, "NVIDIA B200, without FA4"), (True, "NVIDIA B200")):
+        machine("NVIDIA B200", (10, 0), 148, 1965, fa3=FLASH, fa4=fa4)
+        assert harness.gpu_name() == name and harness.gpu_name("T4") == "NVIDIA B200 as T4"
+        assert harness.pick_gpu()[1].flash == harness.pick_gpu("H100")[1].flash == ("fa4" if fa4 else "")
+        assert ("4, which is faster: pip install 'flash-attn-4[cu13]'" in capsys.readouterr().out) == (not fa4)
+
+
+def test_fa4_compiles_and_one_that_disagrees_with_a_mask_ends_the_run_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    install_fa4(tmp_path, FA4)
+    flash = harness.load_fa4()
+    qkv = torch.randn(3, 2, 40, 2, 8).requires_grad_()
+    for left in (7, 40):
+        expected = sliding_attention(*qkv, left)
+        grad = torch.randn_like(expected)
+        expected = expected, *torch.autograd.grad(expected, qkv, grad)
+        compiled = torch.compile(flash, fullgraph=True, backend="aot_eager")
+        found = compiled(*qkv, causal=True, window_size=(left, 0))
+        torch.testing.assert_close((found, *torch.autograd.grad(found, qkv, grad)), expected)
+    remedy = r"reinstall it \(pip install flash-attn-4\) or remove it \(pip uninstall flash-attn-4\)"
+    wrong = FA4.replace("attend(q, k, window_size_left)", "attend(q, k, 90)")
+    backward = FA4.replace("g.to(", "1.1 * g.to(")
+    newer = FA4.replace("causal,", "is_causal,")
+    for text, why in (
+        (wrong, "differs from a mask by 0"),
+        (backward, "by 0.1"),
+        (newer, "cannot be used .*argument .causal"),
+    ):
+        install_fa4(tmp_path, text)
+        with pytest.raises(prepare.PrepareError, match=f"{why}.*{remedy}"):
+            harness.load_fa4()
 
 
 def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):

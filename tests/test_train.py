@@ -64,18 +64,19 @@ def trained(**sizes) -> train.GPT:
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_fa3", "dtype", "attention"),
+    ("capability", "flash", "dtype", "attention"),
     [
-        (None, False, torch.float32, "sdpa"),
-        ((7, 0), False, torch.float16, "sdpa"),
-        ((7, 5), False, torch.float16, "sdpa"),
-        ((8, 0), False, torch.bfloat16, "fa2"),
-        ((9, 0), True, torch.bfloat16, "fa3"),
-        ((9, 0), False, torch.bfloat16, "fa2"),
+        (None, "", torch.float32, "sdpa"),
+        ((7, 0), "", torch.float16, "sdpa"),
+        ((7, 5), "", torch.float16, "sdpa"),
+        ((8, 0), "", torch.bfloat16, "fa2"),
+        ((9, 0), "fa3", torch.bfloat16, "fa3"),
+        ((9, 0), "", torch.bfloat16, "fa2"),
+        ((10, 0), "fa4", torch.bfloat16, "fa4"),
     ],
 )
-def test_numerics_follow_from_the_capability(capability, has_fa3, dtype, attention):
-    assert train.pick_numerics(GPU(capability, 0.0, 0, has_fa3)) == (dtype, attention)
+def test_numerics_follow_from_the_capability(capability, flash, dtype, attention):
+    assert train.pick_numerics(GPU(capability, 0.0, 0, flash)) == (dtype, attention)
 
 
 def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
@@ -251,10 +252,10 @@ def test_experts_in_half_precision_are_those_in_fp32_but_for_rounding(dtype, exp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fa3", "fa2"])
+@pytest.mark.parametrize("kind", ["fa2", "fa3", "fa4"])
 @pytest.mark.parametrize("window", [128, 1024])
 def test_kernels_of_exact_windows_agree_with_a_mask_forward_and_backward(kind, window):
-    if torch.cuda.get_device_capability() < (8, 0) or (kind == "fa3" and not harness.this_gpu().has_fa3):
+    if torch.cuda.get_device_capability() < (8, 0) or (kind != "fa2" and not harness.flash.installed(kind)):
         pytest.skip("not on this GPU")
     torch.manual_seed(0)
     qkv = torch.randn(2, 1024, 3, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()

@@ -345,7 +345,7 @@ def record(
             model.compile()
         else:
             capability = capability or own
-            gpu = harness.GPU(capability, 0.0, 0, fa3 and capability == (9, 0))
+            gpu = harness.GPU(capability, 0.0, 0, "fa3" if fa3 and capability == (9, 0) else "")
             model = train.build_model(config, Meta("meta"), gpu)
         optimizer = train.make_optimizer(model)
         optimizer.device, optimizer.dtype = Meta("meta"), torch.float16 if port else model.dtype

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 # Python that runs inside the child before the run
 RECIPES = {
     "default": "",
-    "no-fa3": "harness.gpu.fa3_installed = lambda: False",
+    "no-fa3": "harness.gpu.installed = lambda kind: False",
     "four-bit": "train.FOUR_BIT = True",
     # autoresearch's own model and batch at 228791f, without what we add to it
     "same-shape": """

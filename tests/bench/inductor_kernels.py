@@ -166,7 +166,7 @@ def report(label: str, text: str, sm: int) -> str:
 
 def row(name: str) -> str:
     sm, gpu = pretend(name), harness.named_gpu(name)
-    gpu, train.say_once = gpu._replace(has_fa3=sm == 90), lambda *_: None
+    gpu, train.say_once = gpu._replace(flash="fa3" if sm == 90 else ""), lambda *_: None
     size, dtype = train.pick_size(gpu), str(train.pick_numerics(gpu)[0]).removeprefix("torch.")
     label = f"{name} | {size.depth} x {size.n_embd}{', experts' if size.num_experts else ''}, {dtype}"
     return report(label, capture(functools.partial(training_step, gpu, size)), sm)
