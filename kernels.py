@@ -1,5 +1,5 @@
-"""Four operators: cross-entropy of a linear layer or of logits, a 4-bit linear layer, Adam on the rows of a table, and
-sums of rows. None knows the model, the data or GPU names.
+"""Five operators: cross-entropy of a linear layer or of logits, 4-bit and FP8 linear layers, Adam on the rows of a
+table, and sums of rows. None knows the model, the data or GPU names.
 
 torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, all run without Triton.
 """
@@ -543,6 +543,47 @@ class Linear4bit(nn.Module):
         if torch.is_grad_enabled():
             return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
         return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)
+
+
+# ---- FP8 linear
+
+
+def _fp8(x, dtype, every=1):
+    """x in FP8, and what to multiply it by, fp32 (1, 1), from the largest value of every so many rows: other rows may
+    have values 8 times as large, or are clamped."""
+    top = torch.finfo(dtype).max
+    scale = (x[::every].abs().amax().float() * (1 if every == 1 else 8) / top).clamp(min=1e-30)
+    return (x.float() / scale).clamp(-top, top).to(dtype), scale.view(1, 1)
+
+
+class _LinearFP8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        (x8, x_scale), (w8, w_scale) = _fp8(x, torch.float8_e4m3fn, 64), _fp8(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, w8, w_scale)
+        return torch._scaled_mm(x8, w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w8, w_scale = ctx.saved_tensors
+        dy8, dy_scale = _fp8(dy, torch.float8_e5m2, 64)
+        w8 = w8.T.contiguous().T  # cuBLAS wants columns
+        dx = torch._scaled_mm(dy8, w8, dy_scale, w_scale, out_dtype=dy.dtype, use_fast_accum=True)
+        return dx, (dy.T @ x).float()
+
+
+class LinearFP8(nn.Linear):
+    """y = x W^T, in FP8 but for W's gradient, where x (..., in_features) is bf16, on an sm_90 or sm_10x, and gradients
+    are recorded. Else W, (out_features, in_features) in fp32, is cast to x's dtype. Both sizes: multiples of 16."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.fast = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast and torch.is_grad_enabled() and x.dtype == torch.bfloat16:
+            return _LinearFP8.apply(x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 # ---- Adam on rows

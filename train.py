@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
-from kernels import Linear4bit, fused_linear_cross_entropy, row_adam_, sum_rows
+from kernels import Linear4bit, LinearFP8, fused_linear_cross_entropy, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, TokenStream, make_dataloader
 
 # ---- Hyperparameters. Model sizes: SIZES below. LRs of embeddings and lm_head: at width 768
@@ -63,8 +63,9 @@ class Config:  # saved with the weights
     total_batch_size: int = 2**15  # tokens per step of a run of TIME_BUDGET
     ngram_rows: int = 2_621_440  # rows of each n-gram table
     ngram_lr: float = 0.4
-    num_experts: int = 0  # they replace half of the MLP
+    num_experts: int = 0  # they replace half of every other MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
+    fp8: bool = False  # of MLPs, q, k, v: see LinearFP8
     vocab_size: int = VOCAB_SIZE
     eval_seq_len: int = 16384  # of scoring: few targets near a row's start
 
@@ -86,7 +87,7 @@ SIZES = (  # (least FLOP/s, size): a GPU takes the last row that it reaches
     (70e12, Config(depth=4, n_embd=384, ngram_lr=0.65)),
     (145e12, Config(depth=6, n_embd=512, device_batch_size=64, total_batch_size=2**16, ngram_rows=10_485_760)),
     (600e12, Config(depth=7, n_embd=768, device_batch_size=128, total_batch_size=2**17,
-                    ngram_rows=10_485_760, num_experts=32)),
+                    ngram_rows=10_485_760, num_experts=32, fp8=True)),
 )
 
 def pick_numerics(gpu: harness.GPU) -> tuple[torch.dtype, str]:
@@ -139,20 +140,21 @@ def row_adam(lr, width, beta2, half_lr):
     """Adam without momentum, for rows that are looked up. half_lr: see row_adam_()."""
     return dict(kind="rows", lr=lr * (width / 768) ** -0.5, beta2=beta2, half_lr=half_lr)
 
-# ---- GPT with head gates, LeakyReLU^2, experts; n-gram, induction and value embeddings
+# ---- GPT with head gates, experts; n-gram, induction and value embeddings
 
 def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
-class Linear(nn.Linear):  # fp32 weight, cast to the activation dtype on use
+class Linear(nn.Linear):  # fp32 weight, cast on use
     def __init__(self, inputs, outputs):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
-def block_linear(inputs, outputs, std, split=None):
-    layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else Linear(inputs, outputs)
+def block_linear(inputs, outputs, std, split=None, fp8=False):
+    kind = LinearFP8 if fp8 else Linear
+    layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else kind(inputs, outputs)
     return declare(layer, std, muon(MATRIX_LR, split))
 
 def ngram_hash(idx, n):
@@ -175,7 +177,7 @@ class RowLookup(torch.autograd.Function):  # F.embedding; gradients go to a list
         return None, None, None
 
 class NGramEmbedding(nn.Embedding):
-    """One row per hash of n successive tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
+    """One row per hash of n tokens, as in Engram (https://arxiv.org/abs/2601.07372)."""
     def __init__(self, n, config, dtype):
         super().__init__(config.ngram_rows, config.n_embd, dtype=dtype)
         self.n, self.dtype = n, dtype
@@ -257,7 +259,7 @@ class Attention(nn.Module):
         self.window = config.seq_len if i % 4 == 0 else min(config.window, config.seq_len)
         self.shift = None if self.window == config.seq_len else (i % 2) * self.window // 2
         self.qkv = [C, C, C]  # widths of queries, keys, values
-        self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, split=(self.qkv, -2))
+        self.c_qkv = block_linear(C, sum(self.qkv), INIT_SCALE * C**-0.5, (self.qkv, -2), config.fp8)
         self.c_proj = block_linear(C, C, 0)  # 0: blocks start as the identity
         self.value_embed, gates = None, H
         if i % 2 == 0:
@@ -277,7 +279,7 @@ class Attention(nn.Module):
             value = F.embedding(idx, self.value_embed.weight.to(x.dtype))  # (B, T, C)
             v = v + gate[:, :, H:] * value.view_as(v)
         q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        # Half of each key comes from the previous token: an induction head in one layer
+        # Half of each key is the previous token's: an induction head in one layer
         k = torch.where(self.slow, F.pad(k, (0, 0, 0, 0, 1, -1)), k)
         y = self.attend(q, k, v, self.window, self.shift) * gate[:, :, :H]
         return self.c_proj(y.flatten(2))
@@ -286,17 +288,17 @@ def leaky_relu_squared(x):
     return F.leaky_relu(x, 0.3).square()
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, factor):
         super().__init__()
-        C, factor = config.n_embd, 2 if config.num_experts else 4
-        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # squares
-        self.c_proj = block_linear(factor * C, C, 0, split=(C, -1))
+        C, fp8 = config.n_embd, config.fp8  # split into squares
+        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, (C, -2), fp8)
+        self.c_proj = block_linear(factor * C, C, 0, (C, -1), fp8)
 
     def forward(self, x):
         return self.c_proj(leaky_relu_squared(self.c_fc(x)))
 
 class Experts(nn.Module):
-    """Half of the MLP: a router picks some of many small MLPs for each token, and drops none.
+    """Half of an MLP: a router picks some of many small ones for each token, and drops none.
     A bias, not a loss, balances the experts (https://arxiv.org/abs/2408.15664)."""
 
     def __init__(self, config):
@@ -304,7 +306,7 @@ class Experts(nn.Module):
         E, K, C = config.num_experts, config.experts_per_token, config.n_embd
         self.experts_per_token, std, lr = K, INIT_SCALE * C**-0.5, MATRIX_LR * EXPERT_LR_SCALE
         self.router = declare(Linear(C, E), std, adamw(ROUTER_LR))
-        hidden, half = 2 * C // K, C // 2  # Muon on halves: 3% more tokens
+        hidden, half = 2 * C // K, C // 2  # Muon on halves: 3% faster
         self.c_fc = declare(nn.Parameter(torch.empty(E, hidden, C)), std, muon(lr, (half, -2)))
         self.c_proj = declare(nn.Parameter(torch.empty(E, C, hidden)), 0, muon(lr, (half, -1)))
         self.register_buffer("bias", torch.zeros(E))
@@ -314,7 +316,7 @@ class Experts(nn.Module):
         """(B, T, C) -> (B, T, C). N = B * T tokens, P = N * K pairs of a token and an expert."""
         K, E = self.experts_per_token, len(self.bias)
         score = torch.sigmoid(self.router(x)).view(-1, E)  # (N, E)
-        # Inductor lacks topk. The second sort, by expert, is faster with 8 bits
+        # Inductor lacks topk. The second sort is faster with 8 bits
         expert = (score + self.bias).sort(descending=True, stable=True).indices[:, :K]  # (N, K)
         ranked, pair = expert.flatten().to(torch.uint8).sort(stable=True)  # (P,)
         number = torch.arange(max(E, len(pair)), device=x.device)
@@ -329,15 +331,15 @@ class Experts(nn.Module):
         h = F.grouped_mm(h, self.c_proj.to(x.dtype).mT, offs=ends)  # (P, C)
         return sum_rows(h, place, token).view_as(x)
 
-class Block(nn.Module):  # i: number of blocks behind it, so deeper models add blocks in front
+class Block(nn.Module):  # i: number of blocks behind it: deeper models add blocks in front
     def __init__(self, config, i, kind):
         super().__init__()
         self.residual_lambda = declare(nn.Parameter(torch.ones(())), None, adamw(RESIDUAL_LR))
         self.x0_lambda, x0_optim = None, adamw(X0_LR, betas=(0.96, 0.95))
         if i % 2 == 0:
             self.x0_lambda = declare(nn.Parameter(torch.ones(())), None, x0_optim)
-        self.attn, self.mlp = Attention(config, i, kind), MLP(config)
-        self.experts = Experts(config) if config.num_experts else None
+        self.experts = Experts(config) if config.num_experts and i % 2 == 0 else None
+        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2 if self.experts else 4)
 
     def forward(self, x, x0, idx, cos, sin):
         x = self.residual_lambda * x  # (B, T, C)
@@ -371,8 +373,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, again=False):
-        """From seed and name alone: adding a parameter changes no other's values. What is written
-        into one stays, unless `again`."""
+        """From seed and name alone: a new parameter changes no other's values. What is written into
+        one stays, unless `again`."""
         seed = torch.initial_seed()
         for name, p in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -386,8 +388,7 @@ class GPT(nn.Module):
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers, found (B, T), n-grams' embeddings (B, T, C) -> final states (B, T, C)."""
         x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)  # no fp32 (B, T, C)
-        # nothing found: the last row, not looked up: atomic adds to one row are slow
-        embed = self.induction_embed.weight.to(self.dtype)
+        embed = self.induction_embed.weight.to(self.dtype)  # last row: nothing found; lookups were slow
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])
         x = x0 = norm(x)
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
@@ -402,8 +403,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean"):
         """Tokens (B, T) -> logits (B, T, V), or with targets the loss in nats ('none': (B*T,))."""
         assert idx.size(1) <= len(self.cos), f"{idx.size(1)} tokens exceed eval_seq_len: {self.config}"
-        # evaluation, short, is not compiled
-        trunk = self.trunk if torch.is_grad_enabled() else type(self).trunk.__get__(self)
+        trunk = self.trunk if torch.is_grad_enabled() else type(self).trunk.__get__(self)  # not compiled
         with sdpa_kernel(self.backends, set_priority=True):
             x = trunk(idx, *induction(idx), [table(idx) for table in self.ngram_embeds])
         assert x.dtype == self.dtype, f"a tensor makes activations {x.dtype}: cast it to x.dtype"
@@ -569,7 +569,7 @@ def set_schedules(optimizer, progress):
     for group in optimizer.param_groups:
         keys = "lr", "weight_decay", "half_lr"
         lr, decay, half_lr = group.setdefault("initial", [group.get(key) for key in keys])
-        if group.get("kind") == "rows":  # by its updates: rows first seen late need full steps
+        if group.get("kind") == "rows":  # by its updates: late rows need full steps
             group["lr"], group["half_lr"] = lr, half_lr * (1 - 15 / 16 * progress)
         else:
             group["lr"] = lr * (1 - (1 - FINAL_LR) * progress)

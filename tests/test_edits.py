@@ -48,9 +48,9 @@ def before(old: str, new: str) -> tuple[str, str]:
 RETURN_OPTIMIZER = "    return MuonAdamW([*groups.values()], model.dtype)\n"
 STEP = "    scaler.step(optimizer)\n"
 MLP = """\
-        C, factor = config.n_embd, 2 if config.num_experts else 4
-        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, split=(C, -2))  # squares
-        self.c_proj = block_linear(factor * C, C, 0, split=(C, -1))
+        C, fp8 = config.n_embd, config.fp8  # split into squares
+        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, (C, -2), fp8)
+        self.c_proj = block_linear(factor * C, C, 0, (C, -1), fp8)
 
     def forward(self, x):
         return self.c_proj(leaky_relu_squared(self.c_fc(x)))
@@ -91,7 +91,7 @@ class Lion(torch.optim.Optimizer):
 
 
 """
-BLOCK = "        self.experts = Experts(config) if config.num_experts else None\n"
+BLOCK = "        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2 if self.experts else 4)\n"
 HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
 LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
 QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"

@@ -105,7 +105,7 @@ def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_
     """So no token is dropped, however uneven the load."""
     model = build("some windows slide", experts=(experts, per_token))
     assert_agrees(model, 1e-4)
-    loads = torch.stack([block.experts.load for block in model.blocks]) / 2  # of two forwards
+    loads = torch.stack([block.experts.load for block in model.blocks[1::2]]) / 2  # of two forwards
     even = per_token * 2 * T / experts
     assert (loads.sum(1) == experts * even).all()
     assert loads.max() > 1.25 * even or per_token == experts
@@ -133,14 +133,14 @@ def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step
     model = build("cuts in one place", experts=(3, 1))
     weights, x = lively(model), random_tokens(T)
     high = torch.eye(3)[favourite]  # more than any difference of scores
-    for i, block in enumerate(model.blocks):
+    for i, block in [*enumerate(model.blocks)][1::2]:
         block.experts.bias.copy_(high)
         weights[f"blocks.{i}.experts.bias"] = high.double()
     assert relative_error(model(x), reference_logits(model, weights, x)) < 1e-4
     step = train.BALANCE_RATE * (1 - 2 * high)  # up where there were none, down where all were
     for n in range(1, 4):
         train.update_buffers(model)
-        for block in model.blocks:
+        for block in model.blocks[1::2]:
             torch.testing.assert_close(block.experts.bias, high + n * step)
             assert (block.experts.load == 0).all(), "each step counts its own tokens"
         model(x)
@@ -172,7 +172,7 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
     monkeypatch.setattr(train, "INIT_SCALE", 0.5)
     torch.manual_seed(0)
     model = build("shifted cuts", experts=(3, 1))
-    assert not any(state.any() for block in model.blocks for state in (block.experts.bias, block.experts.load))
+    assert not any(state.any() for block in model.blocks[1::2] for state in (block.experts.bias, block.experts.load))
     constant = {"residual_lambda": 1.0, "x0_lambda": 1.0, "ngram_embeds": 0.0, "induction_embed": 0.0}
     constant |= dict.fromkeys(("attn.c_proj", "mlp.c_proj", "experts.c_proj", "attn.gate"), 0.0)
     width = CONFIG.n_embd**-0.5
@@ -192,10 +192,11 @@ def test_initial_weights_make_every_block_the_identity_and_have_the_stated_scale
 
 
 def test_layers_are_counted_from_the_last_one_which_sees_the_whole_context():
-    """Of every four, three have the window. Every other layer has a value embedding, the rest a shift."""
+    """Of every four, three have the window. Every other layer has a value embedding and experts, the rest a shift."""
     for depth in (8, 7):
-        blocks = train.GPT(dataclasses.replace(CONFIG, depth=depth), torch.float32, "sdpa").blocks
+        blocks = train.GPT(dataclasses.replace(CONFIG, depth=depth, num_experts=2), torch.float32, "sdpa").blocks
         assert [block.attn.window for block in blocks] == [8, 8, 8, T, 8, 8, 8, T][-depth:]
         assert [block.attn.value_embed is not None for block in blocks] == ([False, True] * 4)[-depth:]
         assert [block.x0_lambda is not None for block in blocks] == ([False, True] * 4)[-depth:]
+        assert [block.experts is not None for block in blocks] == ([False, True] * 4)[-depth:]
         assert [block.attn.shift for block in blocks] == ([4, 0, 4, None] * 2)[-depth:]

@@ -225,9 +225,9 @@ def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
     assert model.flops_per_token() == 6 * matrices + 12 * 64 * keys
     wide, _ = build(dataclasses.replace(TINY, window=2 * TINY.seq_len))
     assert wide.flops_per_token() == build()[0].flops_per_token() == 6 * matrices + 12 * 64 * 3 * TINY.seq_len
-    for per_token in (1, 2):  # as wide as before, and a router
+    for per_token in (1, 2):  # as wide as before, and a router in the first and the last block
         experts, _ = build(dataclasses.replace(config, num_experts=4, experts_per_token=per_token))
-        assert experts.flops_per_token() == 6 * (matrices + 3 * 4 * 64) + 12 * 64 * keys
+        assert experts.flops_per_token() == 6 * (matrices + 2 * 4 * 64) + 12 * 64 * keys
 
 
 @pytest.mark.parametrize("experts, per_token", [(3, 1), (32, 2)])

@@ -21,8 +21,8 @@ from night.knobs import edit, read_knobs
 EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
 EDITS |= {
     "slope of LeakyReLU^2 0.3 -> 0.5": ("F.leaky_relu(x, 0.3)", "F.leaky_relu(x, 0.5)"),
-    "MLP 4x -> 3x": ("config.num_experts else 4", "config.num_experts else 3"),
-    "MLP 4x -> 5x": ("config.num_experts else 4", "config.num_experts else 5"),
+    "MLP 4x -> 3x": ("self.experts else 4", "self.experts else 3"),
+    "MLP 4x -> 5x": ("self.experts else 4", "self.experts else 5"),
     "5-grams, too": ("NGRAMS = (2, 3, 4)", "NGRAMS = (2, 3, 4, 5)"),
     "no QK-norm": ("rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)", "rotate(q, cos, sin), rotate(k, cos, sin)"),
     "value embeddings in every block": ("gates = None, H\n        if i % 2 == 0", "gates = None, H\n        if True"),
@@ -84,9 +84,9 @@ EDITS |= {
     "Adam's first beta 0.8 -> 0.9": ("ADAM_BETAS = (0.8, ", "ADAM_BETAS = (0.9, "),
     "Adam's second beta 0.98 -> 0.99": ("ADAM_BETAS = (0.8, 0.98)", "ADAM_BETAS = (0.8, 0.99)"),
     "tables' second moment 0.8 -> 0.9": ("0.8, half_lr", "0.9, half_lr"),
-    "queries, keys and values are one matrix to Muon": (", split=(self.qkv, -2))", ")"),
-    "the MLP's first matrix is one to Muon": ("C**-0.5, split=(C, -2))", "C**-0.5)"),
-    "the MLP's second matrix is one to Muon": ("C, 0, split=(C, -1))", "C, 0)"),
+    "queries, keys and values are one matrix to Muon": ("(self.qkv, -2), config.fp8)", "fp8=config.fp8)"),
+    "the MLP's first matrix is one to Muon": ("C**-0.5, (C, -2), fp8)", "C**-0.5, fp8=fp8)"),
+    "the MLP's second matrix is one to Muon": ("C, 0, (C, -1), fp8)", "C, 0, fp8=fp8)"),
     "n-gram tables' rates fall linearly, too": ('if group.get("kind") == "rows":  # by', "if False:  # by"),
 }
 

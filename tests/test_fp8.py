@@ -1,0 +1,83 @@
+"""The FP8 linear: F.linear's results but for FP8's rounding, at every scale."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_model import relative_error
+
+from kernels import LinearFP8
+
+K, N = 64, 48
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def layer(request):
+    torch.manual_seed(0)
+    with torch.device(request.param):
+        made = LinearFP8(K, N)
+        if request.param == "cuda" and not made.fast:
+            pytest.skip("not on this GPU")
+        made.fast = True
+        yield made
+
+
+def results(layer, x, dy, linear):
+    x = x.to(torch.bfloat16).requires_grad_()
+    y = linear(x)
+    return y, *torch.autograd.grad(y, (x, layer.weight), dy.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 100), (2, 5, 64)])
+@pytest.mark.parametrize("scale", [1e-4, 1, 1e4])
+def test_outputs_and_gradients_are_those_of_linear_but_for_rounding_at_every_scale(layer, shape, scale):
+    x, dy = scale * torch.randn(*shape, K), torch.randn(*shape, N) / scale**2
+    layer.weight.data *= scale
+    found = results(layer, x, dy, layer)
+    exact = results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+    for a, b, most in zip(found, exact, (0.06, 0.09, 0.01), strict=True):  # 3 bits of mantissa, 2, and 8
+        assert a.shape == b.shape and a.dtype == b.dtype and relative_error(a, b) < most
+
+
+def test_rows_between_those_that_set_the_scale_may_be_8_times_as_large_and_no_more(layer):
+    x, dy = torch.randn(64, K), torch.randn(64, N)
+    for factor, most in ((7, 0.06), (1000, None)):
+        x[1] = factor * x[0].abs().amax() * torch.sign(torch.randn(K))
+        y, *grads = results(layer, x, dy, layer)
+        exact, *_ = results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+        assert all(t.isfinite().all() for t in (y, *grads))
+        assert relative_error(y[1], exact[1]) < most if most else y[1].norm() < exact[1].norm() / 50
+        rest = torch.arange(64, device=y.device) != 1
+        assert relative_error(y[rest], exact[rest]) < 0.06
+
+
+def test_gradients_of_tokens_a_million_times_apart_and_negative_inputs_keep_their_precision(layer):
+    x, dy = -torch.rand(64, K), torch.randn(64, N)
+    dy[1] *= 1e-6
+    found, exact = results(layer, x, dy, layer), results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+    assert relative_error(found[0], exact[0]) < 0.06 and relative_error(found[1][1], exact[1][1]) < 0.09
+
+
+def test_zeros_stay_zeros_and_nan_shows(layer):
+    x, dy = torch.zeros(64, K), torch.zeros(64, N)
+    assert not any(t.any() for t in results(layer, x, dy, layer))
+    x[0, 0] = float("nan")
+    assert results(layer, x, dy, layer)[0].isnan().any()
+
+
+def test_evaluation_other_dtypes_and_other_gpus_have_no_fp8(layer):
+    x = torch.randn(5, K).to(torch.bfloat16)
+    exact = F.linear(x, layer.weight.to(x.dtype))
+    assert not torch.equal(layer(x), exact)
+    with torch.no_grad():
+        assert torch.equal(layer(x), exact)
+    assert torch.equal(layer(x.float()), F.linear(x.float(), layer.weight))
+    layer.fast = False
+    assert torch.equal(layer(x), exact)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_it_compiles_whole(layer, backend):
+    x, dy = torch.randn(2, 64, K), torch.randn(2, 64, N)
+    found = results(layer, x, dy, torch.compile(layer, fullgraph=True, backend=backend))
+    for a, b in zip(found, results(layer, x, dy, layer), strict=True):
+        assert relative_error(a, b) < 0.01
