@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -49,8 +50,10 @@ def load_fa3() -> Callable:
 def load_fa4() -> Callable:
     """As load_fa3(), from FlashAttention-4, a beta: raises PrepareError also if it disagrees with a mask."""
     try:
-        flash = fa4_operator()
-        difference = compare_with_mask(flash)
+        with warnings.catch_warnings():  # of its compiler
+            warnings.simplefilter("ignore")
+            flash = fa4_operator()
+            difference = compare_with_mask(flash)
     except Exception as error:
         raise unusable("fa4", f"cannot be used ({one_line(error)})") from error
     if not difference < 0.03:  # bf16

@@ -569,6 +569,8 @@ SECTIONS = [
         ("if flash and not gpu.flash else", "if flash and gpu.flash else"),
         ("flash_for(gpu.capability)) and not gpu.flash:", "\"fa3\") and not gpu.flash:"),
         ("flash_for(gpu.capability)) and not gpu.flash:", "flash_for(gpu.capability)) and False:"),
+        ("if not difference < 0.03:", "if False:"),
+        ("pairs += [tuple", "[tuple"),
         ('    except Exception as error:\n        raise unusable("fa3"', '    except ImportError as error:\n        raise unusable("fa3"'),
         ("int(gib * 2**30)", "int(gib * 2**20)"),
         ("peak, p.total_memory,", "peak, 0,"),
