@@ -28,8 +28,9 @@ BEFORE = dict(depth=9, n_embd=640, num_experts=0, seq_len=2048, device_batch_siz
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size, tokens_per_sec, memory_gb", [(BEFORE, 1.224e6, 41.4), ({}, 0.980e6, 80.1)])
+@pytest.mark.parametrize("size, tokens_per_sec, memory_gb", [(BEFORE, 1.224e6, 41.4), ({}, 1.119e6, 77.9)])
 def test_an_h200_takes_what_it_took(size, tokens_per_sec, memory_gb):
+    """The model counts products in FP8 as in bf16; in return, experts in fewer layers gain more than on an H200."""
     config = dataclasses.replace(bench_gpu.size_for("H200"), **size)
     predicted = bench_gpu.predict(config, "H200")
     assert predicted["attention"] == "fa3"

@@ -312,7 +312,9 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
 @pytest.mark.parametrize("attention", ["fa3", "fa2"])
 def test_the_trunk_compiles_with_exact_windows(monkeypatch, exact_windows, attention):
     monkeypatch.setattr(train, "BACKENDS", [SDPBackend.MATH])  # in bf16 a CPU's fused kernel needs AVX-512
-    model = train.build_model(dataclasses.replace(TINY, depth=5), CPU, GPU((9, 0), 0.0, 0, attention == "fa3"))
+    model = train.build_model(
+        dataclasses.replace(TINY, depth=5), CPU, GPU((9, 0), 0.0, 0, "fa3" if attention == "fa3" else "")
+    )
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.c_proj.weight, std=0.1)  # zero at the start, or no gradient would reach q
     x, y, _ = next(batches())
