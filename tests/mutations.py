@@ -570,7 +570,7 @@ SECTIONS = [
         ("flash_for(gpu.capability)) and not gpu.flash:", "\"fa3\") and not gpu.flash:"),
         ("flash_for(gpu.capability)) and not gpu.flash:", "flash_for(gpu.capability)) and False:"),
         ("if not difference < 0.03:", "if False:"),
-        ("pairs += [tuple", "[tuple"),
+        ("in (found, expected), gradients:", "in [(found, expected)]:"),
         ('    except Exception as error:\n        raise unusable("fa3"', '    except ImportError as error:\n        raise unusable("fa3"'),
         ("int(gib * 2**30)", "int(gib * 2**20)"),
         ("peak, p.total_memory,", "peak, 0,"),
