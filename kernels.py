@@ -572,18 +572,10 @@ class _LinearFP8(torch.autograd.Function):
         return dx, (dy.T @ x).float()
 
 
-class LinearFP8(nn.Linear):
-    """y = x W^T, in FP8 but for W's gradient, where x (..., in_features) is bf16, on an sm_90 or sm_10x, and gradients
-    are recorded. Else W, (out_features, in_features) in fp32, is cast to x's dtype. Both sizes: multiples of 16."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.fast = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fast and torch.is_grad_enabled() and x.dtype == torch.bfloat16:
-            return _LinearFP8.apply(x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
-        return F.linear(x, self.weight.to(x.dtype))
+def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, (..., K) -> (..., N), in FP8 but for W's gradient, on an sm_90 or sm_10x: x in bf16, W (N, K) in fp32, K
+    and N multiples of 16. The scales are the call's own: no state, no history."""
+    return _LinearFP8.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
 # ---- Adam on rows

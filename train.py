@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
-from kernels import Linear4bit, LinearFP8, fused_linear_cross_entropy, row_adam_, sum_rows
+from kernels import Linear4bit, fused_linear_cross_entropy, linear_fp8, row_adam_, sum_rows
 from prepare import TIME_BUDGET, VOCAB_SIZE, TokenStream, make_dataloader
 
 # ---- Hyperparameters. Model sizes: SIZES below. LRs of embeddings and lm_head: at width 768
@@ -65,7 +65,7 @@ class Config:  # saved with the weights
     ngram_lr: float = 0.4
     num_experts: int = 0  # they replace half of every other MLP
     experts_per_token: int = 2  # each of width 2 * n_embd / experts_per_token
-    fp8: bool = False  # of MLPs, q, k, v: see LinearFP8
+    fp8: bool = False  # MLPs, q, k and v by linear_fp8()
     vocab_size: int = VOCAB_SIZE
     eval_seq_len: int = 16384  # of scoring: few targets near a row's start
 
@@ -103,9 +103,9 @@ def pick_size(gpu: harness.GPU) -> Config:
     row = max(i for i, (flops, _) in enumerate(SIZES) if gpu.peak_flops >= flops)
     say_once(f"Size by {'SIZE instead of ' if SIZE else ''}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
     config = SIZE or SIZES[row][1]
-    if config.num_experts and gpu.capability and gpu.capability[0] not in (9, 10):
-        say_once("No experts: only sm_90 and sm_10x have a fast F.grouped_mm")
-        config = replace(config, num_experts=0)
+    if (config.num_experts or config.fp8) and gpu.capability and gpu.capability[0] not in (9, 10):
+        say_once("No experts, no FP8: they are fast on sm_90 and sm_10x only")
+        config = replace(config, num_experts=0, fp8=False)
     row_bytes = 2 * config.n_embd * len(NGRAMS)
     while 0 < gpu.memory / 2 < config.ngram_rows * row_bytes:  # the tables get up to half
         config = replace(config, ngram_rows=config.ngram_rows // 2)
@@ -146,15 +146,17 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 class Linear(nn.Linear):  # fp32 weight, cast on use
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, fp8=False):
         super().__init__(inputs, outputs, bias=False)
+        self.fp8 = fp8
 
     def forward(self, x):
+        if self.fp8 and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
+            return linear_fp8(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))
 
 def block_linear(inputs, outputs, std, split=None, fp8=False):
-    kind = LinearFP8 if fp8 else Linear
-    layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else kind(inputs, outputs)
+    layer = Linear4bit(inputs, outputs, trainable=True) if FOUR_BIT else Linear(inputs, outputs, fp8)
     return declare(layer, std, muon(MATRIX_LR, split))
 
 def ngram_hash(idx, n):

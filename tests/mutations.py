@@ -245,10 +245,12 @@ SECTIONS = [
         ("dx = torch._scaled_mm(dy8, w8, dy_scale,", "dx = torch._scaled_mm(dy8, w8, torch.ones_like(dy_scale),"),
         ("torch.float8_e5m2", "torch.float8_e4m3fn"),
         ("return dx, (dy.T @ x).float()", "return dx, dy.T.float() @ x.float() * 2"),
-        ("self.fast and torch.is_grad_enabled() and", "self.fast and"),
-        ("self.fast and torch.is_grad_enabled() and x.dtype == torch.bfloat16", "torch.is_grad_enabled() and x.dtype == torch.bfloat16"),
-        ("torch.is_grad_enabled() and x.dtype == torch.bfloat16", "torch.is_grad_enabled()"),
-        ("self.weight).view(*x.shape[:-1], -1)", "self.weight)"),
+        (", weight).view(*x.shape[:-1], -1)", ", weight)"),
+    ]),
+    ("Linear's choice of FP8", "train.py", ["test_fp8.py"], [
+        ("x.dtype == torch.bfloat16 and torch.is_grad_enabled()", "x.dtype == torch.bfloat16"),
+        ("self.fp8 and x.dtype == torch.bfloat16", "x.dtype == torch.bfloat16"),
+        ("self.fp8 and x.dtype == torch.bfloat16 and", "self.fp8 and"),
     ]),
     ("Adam on rows", "kernels.py", ["test_row_adam.py"], [
         ("mask=place > 0, other=-1", "mask=place > 0, other=0"),

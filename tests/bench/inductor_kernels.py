@@ -126,9 +126,6 @@ def training_step(gpu: harness.GPU, size: train.Config, compile: Callable) -> No
     harness.load_fa3, train.row_adam_ = lambda: bench_gpu.flash, lambda *_: None
     train.compiled = functools.cache(compile)
     model = train.build_model(size, torch.device("cpu"), gpu)
-    for layer in model.modules():
-        if isinstance(layer, train.LinearFP8):
-            layer.fast = True
     model.compile_trunk()
     optimizer = train.make_optimizer(model)
     optimizer.device = torch.device("cuda")  # so that it compiles its functions
