@@ -104,7 +104,7 @@ def pick_size(gpu: harness.GPU) -> Config:
     say_once(f"Size by {'SIZE instead of ' if SIZE else ''}SIZES[{row}], for {gpu.peak_flops:.3g} FLOP/s")
     config = SIZE or SIZES[row][1]
     if (config.num_experts or config.fp8) and gpu.capability and gpu.capability[0] not in (9, 10):
-        say_once("No experts, no FP8: they are fast on sm_90 and sm_10x only")
+        say_once("No experts, no FP8: only for sm_90 and sm_10x")
         config = replace(config, num_experts=0, fp8=False)
     row_bytes = 2 * config.n_embd * len(NGRAMS)
     while 0 < gpu.memory / 2 < config.ngram_rows * row_bytes:  # the tables get up to half
@@ -112,7 +112,7 @@ def pick_size(gpu: harness.GPU) -> Config:
     return config
 
 def scale_batch(config: Config, seconds: float) -> Config:
-    """Scales the batch by sqrt(seconds / TIME_BUDGET), rounded to a power of two."""
+    """The batch times sqrt(seconds / TIME_BUDGET), rounded to a power of two."""
     scale = 2.0 ** round(math.log2(seconds / TIME_BUDGET) / 2)
     sequences = max(1, int(config.total_batch_size // config.seq_len * scale))
     batch, total = math.gcd(config.device_batch_size, sequences), sequences * config.seq_len
@@ -390,7 +390,7 @@ class GPT(nn.Module):
     def trunk(self, idx, followers, found, ngrams):
         """Tokens, followers, found (B, T), n-grams' embeddings (B, T, C) -> final states (B, T, C)."""
         x = F.embedding(idx, self.embed.weight.to(self.dtype)) + sum(ngrams)  # no fp32 (B, T, C)
-        embed = self.induction_embed.weight.to(self.dtype)  # last row: nothing found; lookups were slow
+        embed = self.induction_embed.weight.to(self.dtype)  # last row: nothing found
         x = x + torch.where(found.unsqueeze(-1), F.embedding(followers, embed), embed[-1])
         x = x0 = norm(x)
         cos, sin = self.cos[: idx.size(1)], self.sin[: idx.size(1)]
@@ -464,12 +464,10 @@ def muon_direction(grad, buffer, rate, loss_scale, dtype):
 def polar_express(x):
     """Orthogonalizes (n, R, C), R >= C, of norm up to 1, by Newton-Schulz. Not compiled: GEMMs."""
     for a, b, c in POLAR_EXPRESS:
-        # ax + x(bG + cGG) as x(c(G + dI)^2 + eI): baddbmm would copy its addend
         gram = x.mT @ x
-        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
-        gram = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-        gram.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
-        x = x @ gram
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = x @ polynomial  # ax + bxG + cxGG
     return x
 
 def muon_update(p, update, scale, lr, decay):

@@ -220,9 +220,8 @@ SECTIONS = [
         ("* 1.02 + 1e-7", "+ 1e-7"),
         ("update.norm(dim=(-2, -1), keepdim=True)", "update.norm(dim=-1, keepdim=True)"),
         ("for a, b, c in POLAR_EXPRESS:", "for a, b, c in POLAR_EXPRESS[:4]:"),
-        ("beta=0, alpha=c", "beta=1, alpha=c"),
-        (".add_(b / (2 * c))", ".add_(b / c)"),
-        (".add_(a - b * b / (4 * c))", ".add_(a)"),
+        ("beta=b, alpha=c", "beta=0, alpha=c"),
+        (".add_(a)\n", ".add_(b)\n"),
         ("scale * update + decay * p", "scale * update - decay * p"),
     ]),
     ("Adam, dense and sparse", "train.py", OPTIMIZER, [
@@ -609,7 +608,8 @@ SECTIONS = [
     ]),
     ("The live size", "train.py", ["test_train.py", "-k", "live or no_experts"], [
         ("config = SIZE or SIZES[row][1]", "config = SIZES[row][1]"),
-        ("config.num_experts and gpu.capability and", "not config.num_experts and gpu.capability and"),
+        ("(config.num_experts or config.fp8) and gpu.capability and", "not config.num_experts and gpu.capability and"),
+        ("replace(config, num_experts=0, fp8=False)", "replace(config, num_experts=0)"),
         ("gpu.capability[0] not in (9, 10)", "gpu.capability[0] not in (8, 9, 10)"),
         ("gpu.capability[0] not in (9, 10)", "gpu.capability < (9, 0)"),
     ]),

@@ -148,7 +148,7 @@ def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_it
     said(capsys)
     h100, fast = harness.named_gpu("H100"), capability[0] in (9, 10)
     config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
-    assert ("No experts, no FP8: they are fast on sm_90 and sm_10x only" in said(capsys)) != fast
+    assert ("No experts, no FP8: only for sm_90 and sm_10x" in said(capsys)) != fast
     assert config == dataclasses.replace(train.pick_size(h100), num_experts=32 if fast else 0, fp8=fast)
 
 
