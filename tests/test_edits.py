@@ -65,16 +65,23 @@ SWIGLU = """\
 """
 LINEAR = """\
         super().__init__(inputs, outputs, bias=False)
+        self.fp8 = fp8
 
     def forward(self, x):
+        if self.fp8 and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
+            return linear_fp8(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))
 """
 BIASES = """\
         super().__init__(inputs, outputs, bias=True)
         nn.init.zeros_(self.bias)
+        self.fp8 = fp8
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        bias = self.bias.to(x.dtype)
+        if self.fp8 and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
+            return linear_fp8(x, self.weight) + bias
+        return F.linear(x, self.weight.to(x.dtype), bias)
 """
 LION = """\
 class Lion(torch.optim.Optimizer):

@@ -237,6 +237,14 @@ def test_each_parameter_has_the_rate_the_betas_and_the_decay_that_the_constants_
         assert group["lr"] == pytest.approx(lr), name
 
 
+def test_muon_moves_the_blocks_matrices_in_squares_and_the_experts_in_halves():
+    optimizer, _ = groups_by_parameter()
+    matrices = [p for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]]
+    for p in matrices:
+        shapes = {tuple(part.shape[1:]) for part in train.matrices(p.detach(), p.optim["split"])}
+        assert shapes == {(48, 24) if p.ndim == 3 else (48, 48)}
+
+
 @pytest.mark.parametrize("progress", [0.0, 0.3, 0.999, 1.0])
 def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
     """Rates to the final fraction, but those of tables stay: there the updates that halve a row's rate fall, to 1/16.
