@@ -21,7 +21,7 @@ from harness.record import night_record
 from harness.referee import Predictor, Unscorable, eval_shape
 from prepare import Tokenizer, TokenStream, eval_batches, evaluating
 
-TOLERANCE = 10  # seconds beyond the budget, for the last step and the first prediction
+TOLERANCE = 10  # seconds beyond the budget, for the last step and the first batch of predictions
 LARGEST = 2**23  # tokens of a batch
 
 
@@ -126,7 +126,7 @@ class Referee(Predictor):
         self.eps, self.shared = eps, shared_row(self.logits, seq_len, self.vocab)
         bpb = self.bits_per_byte(*batches)
         began = self.began or self.created
-        training = self.answered - began  # until the first prediction: all before may be training
+        training = self.answered - began  # until the first batch is predicted: all before may be training
         self.times = f"{began - self.created:.1f} s to the first step, {training:.1f} s of training"
         if training > self.seconds + TOLERANCE:
             raise Unscorable(f"trained for {training:.0f} s, not {self.seconds:.0f}")
@@ -144,5 +144,5 @@ class Referee(Predictor):
             self.receive()
             row.copy_(self.shared)
             self.channel.send(None)
-            self.answered = self.answered or time.monotonic()
             yield row
+        self.answered = self.answered or time.monotonic()

@@ -140,6 +140,8 @@ LIES = {
         "trains_after_the_clock": AT_THE_END.format("time.sleep(1.5)"),
         "starts_the_clock_twice": "stop = harness.Clock.stop\n"
         "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))",
+        "trains_after_its_first_answer": "tell, rows = remote.tell, []\n"
+        "remote.tell = lambda **m: (m or rows.append(0) or len(rows) == 2 and time.sleep(1.5), tell(**m))",
         "never_starts_the_clock": "harness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
     },
 }
