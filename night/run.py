@@ -115,7 +115,8 @@ def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed", signal.SIGALRM: late}
     reason = reasons.get(ended_by) or why(code, end.decode(errors="replace"))
     if referee:
-        referee.end(PATIENCE)
+        referee.theirs.close()  # the last copy: all processes of the run have ended
+        referee.thread.join(PATIENCE)
         print(line := f"locked: {referee.times}; {referee.fenced}", flush=True)
         with suppress(OSError), open(log, "a") as file:
             file.write(f"{line}\n")
@@ -130,7 +131,7 @@ def lock(args: argparse.Namespace, row: ExpectedRow, options: dict):
     splits = ["val", "test"] if row.record.get("score_test") else ["val"]
     referee = Referee(splits, args.gpu, math.inf if args.tokens else args.seconds or prepare.TIME_BUDGET)
     options["env"]["AUTORESEARCH_RUN"] = json.dumps(row.record | referee.record | {"dataset": row.dataset})
-    options["pass_fds"] = [referee.record[name] for name in ("referee", "logits")]
+    options["pass_fds"] = [*referee.record.values()]
     referee.fenced = "val and test are out of its reach"
     try:
         options["begin"] = fence(held_out())

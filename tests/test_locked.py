@@ -16,14 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_corpus import ROOT, copy_files
+from small_corpus import copy_files
 from test_referee import FALSE, HONEST, B, T, models, reference
 
 import harness
 import prepare
 from harness import remote
 from harness.experiment import crash_reason
-from harness.gpu_memory import gpu_memory
 from night import records
 from night import run as night_run
 from night.__main__ import parse
@@ -75,13 +74,14 @@ FALSE_ROW = "dict(val_bpb=0.1, memory_gb=1.0, gpu='cpu', dataset='d', budget='0.
 SUMMARY = "print('---', 'val_bpb:          0.100000', 'status:           keep', sep='\\n', flush=True)"
 SCORED = ""  # as what it predicts
 TRAINED_LONGER = "trained for [1-9] s, not 0"
+AT_THE_END = "stop = harness.Clock.stop\nharness.Clock.stop = lambda self: (stop(self), {})"  # of training
 
 # By the reason of their row: edits, by name
 LIES = {
     SCORED: {
         "replaces_the_metric": "harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1",
-        "replaces_the_referee": "harness.referee.bits_per_byte = remote.bits_per_byte = lambda *_: 0.1\n"
-        "remote.Referee.score = remote.Referee.handle = lambda *_: 0.1",
+        "replaces_the_referee": "harness.referee.Predictor.bits_per_byte = lambda *_: 0.1\n"
+        "remote.Referee.score = remote.Referee.receive = lambda *_: 0.1",
         "replaces_the_text": "prepare.eval_batches = prepare.TokenStream.read = None",
         "replaces_sizes": "prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)",
         "replaces_arithmetic": "import math; math.log = lambda *_: 1e9\n"
@@ -98,7 +98,7 @@ LIES = {
         "is_scored_twice": "real = train\ndef train(*args):\n    model, _ = real(*args)\n    for _ in '12':\n"
         "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
         "    return model, {}",
-        "sends_rows_unasked": "remote.channel().send_bytes(b'')",
+        "sends_rows_unasked": "remote.tell()",
     },
     "no row": {
         "replaces_the_score": "harness.summary.score = lambda *_: 0.1",
@@ -108,36 +108,40 @@ LIES = {
     },
     "no row|exit status 1": {"forgets_night": "os.environ.pop('AUTORESEARCH_RUN')"},
     "no score": {
-        "asks_for_another_split": "remote.tell(split='train', batch_size=1, seq_len=9, dtype='', memory=0)",
-        "asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], dtype={}, memory=0)",
+        "asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], eps={}, memory=0)",
+        "asks_for_something_else": "remote.tell(split='val', score=0.1)",
+        "sends_no_message": "remote.channel().send_bytes(b'')",
+        "counts_in_words": AT_THE_END.format("remote.tell(tokens='many')"),
     },
     "no score: UnicodeDecodeError|no score: JSONDecodeError": {
         "sends_a_pickle": "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
         "remote.channel().send_bytes(pickle.dumps(Evil()))",
     },
     "cannot score": {
-        "asks_for_no_batches": "remote.tell(split='val', batch_size=-6, seq_len=-48, dtype='', memory=0)",
-        "asks_for_huge_batches": "remote.tell(split='val', batch_size=9**9, seq_len=1, dtype='', memory=0)",
+        "asks_for_another_split": "remote.tell(split='train', batch_size=1, seq_len=9, eps=0, memory=0)",
+        "asks_for_no_batches": "remote.tell(split='val', batch_size=-6, seq_len=-48, eps=0, memory=0)",
+        "asks_for_huge_batches": "remote.tell(split='val', batch_size=9**9, seq_len=1, eps=0, memory=0)",
     },
-    ".* has no number": {
-        "counts_to_infinity": "remote.tell(tokens=float('inf'))",
-        "counts_below_0": "remote.tell(tokens=-1)",
+    "tokens_M is": {
+        "counts_to_infinity": AT_THE_END.format("remote.tell(tokens=float('inf'))"),
+        "counts_below_0": AT_THE_END.format("remote.tell(tokens=-1)"),
     },
+    "memory_gb is nan": {"needs_no_memory": "torch.cuda.max_memory_allocated = lambda: float('nan')"},
     "(BrokenPipe|ConnectionReset)Error line|no row": {
         "sends_too_much": "remote.channel().send_bytes(bytes(2**17))",
     },
-    "the logits are gone": {
-        "cuts_the_file_of_logits": "send = remote.Connection.send_bytes\n"
-        "remote.Connection.send_bytes = lambda self, b: ("
-        "os.ftruncate(harness.night_record()['logits'], 9) if not b else 0, send(self, b))",
+    "PermissionError line": {  # and the referee, which reads it, goes on
+        "cuts_the_file_of_logits": "tell = remote.tell\n"
+        "remote.tell = lambda **m: (m or os.ftruncate(harness.night_record()['logits'], 9), tell(**m))",
     },
     TRAINED_LONGER: {
         "stops_the_clock": "times = iter(i / 1500 for i in range(9**9))\n"
         "harness.clock.time = SimpleNamespace(perf_counter=times.__next__)",
-        "trains_after_the_clock": "stop = harness.Clock.stop\n"
-        "harness.Clock.stop = lambda self: (stop(self), time.sleep(1.5))",
+        "trains_after_the_clock": AT_THE_END.format("time.sleep(1.5)"),
         "starts_the_clock_twice": "stop = harness.Clock.stop\n"
         "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))",
+        "trains_after_its_first_answer": "tell, rows = remote.tell, []\n"
+        "remote.tell = lambda **m: (m or rows.append(0) or len(rows) == 2 and time.sleep(1.5), tell(**m))",
         "never_starts_the_clock": "harness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
     },
 }
@@ -263,7 +267,7 @@ class Clone:
 @pytest.fixture(autouse=True)
 def referee():
     """Each fork of this process has its own, and none of OpenMP's threads, for which it would wait."""
-    remote.channel.cache_clear()
+    remote.channel.cache_clear(), remote.shared_row.cache_clear()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -294,8 +298,6 @@ BY_DEFAULT += "starts_processes fails_when_it_is_scored a_leak an_error".split()
 def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, tokenizer, device, name):
     """A lie, an honest run however unusual, or a failure, whose reason is the one that it has without the lock."""
     edit, reason = RUNS[name]
-    if device.type == "cuda" and name == "cuts_the_file_of_logits":
-        reason = SCORED  # logits are in the GPU's memory
     row, log = clone.run(edit, "--seconds=0.3" if reason == TRAINED_LONGER else "--tokens=300")
     assert re.match(reason or "$", row["reason"]), (row, log)
     assert row["val_bpb"] == (0.0 if reason else pytest.approx(true_bpb(tokenizer), abs=1e-6))
@@ -378,7 +380,8 @@ def played(cls, tokenizer, splits=("val",), asked=None, device="cpu") -> dict:
         os._exit(0)
     referee.thread.start()
     os.waitpid(pid, 0)
-    referee.end(30)
+    referee.theirs.close()
+    referee.thread.join(30)
     return referee.row
 
 
@@ -444,24 +447,44 @@ def test_the_text_is_read_before_the_run_and_must_have_its_checksum(tokenizer, t
         remote.Referee(["val"], "cpu", 1)
 
 
-@pytest.mark.gpu
-def test_two_processes_share_memory_of_the_gpu():
-    ours, handle = gpu_memory((3, 4))
-    script = f"from harness.gpu_memory import gpu_memory\ngpu_memory((3, 4), {handle!r})[0].fill_(7).sum().item()"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
-    assert (ours == 7).all()
+def ready(referee, T: int, vocab: int) -> torch.Tensor:
+    """The row of logits of a referee that has been told that there is one."""
+    os.ftruncate(referee.logits, 4 * T * vocab)
+    referee.shared = remote.shared_row(referee.logits, T, vocab)
+    referee.theirs.send_bytes(b"{}")
+    return referee.shared
 
 
 def test_logits_are_looked_at_in_a_copy(tokenizer):
     """Or another thread could exchange them between the sum and the gathering."""
     referee = remote.Referee([], None, 1)
-    referee.copy = torch.zeros(3, 4)
-    theirs = remote.Connection(referee.theirs.detach())
-    theirs.send_bytes(b"")
-    os.pwrite(referee.logits, torch.ones(3, 4).numpy().tobytes(), 0)
+    shared = ready(referee, 3, 4).fill_(1)
     row = next(referee.rows(torch.zeros(1, 3, dtype=torch.int64)))
-    os.pwrite(referee.logits, torch.full((3, 4), 9.0).numpy().tobytes(), 0)
+    shared.fill_(9)
     assert torch.equal(row, torch.ones(3, 4))
+
+
+@pytest.mark.gpu
+def test_memory_that_is_shared_is_pinned_and_logits_are_looked_at_in_the_memory_of_the_gpu(tokenizer, device):
+    x = torch.zeros(1, 300, dtype=torch.int64, device=device)
+    referee = remote.Referee([], None, 1)
+    shared = ready(referee, 300, 70).fill_(1)
+    row = next(referee.rows(x))
+    shared.fill_(9)
+    assert shared.is_pinned() and row.is_cuda and (row == 1).all()
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_is_shared_all_the_same(monkeypatch, device):
+    """And no error is left for the next kernel."""
+    register = torch.cuda.cudart().cudaHostRegister
+    fails = SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: register(pointer, 2**60, flags))
+    torch.ones(1, device=device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fails)
+    os.ftruncate(file := os.memfd_create("logits"), 4 * 300 * 70)
+    shared = remote.shared_row(file, 300, 70)
+    shared.copy_(torch.ones(300, 70, device=device))
+    assert not shared.is_pinned() and (shared.to(device) + 1 == 2).all()
 
 
 @pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
