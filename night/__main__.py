@@ -56,9 +56,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
     add("--hours", type=float, default=8.0, help="length of the night (8)")
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
-    add("--patience", type=positive, metavar="N", help="end after this many without a gain")
-    text = "pause after a failed or refused proposal (30); 2, 3, ... in a row: 3, 7, ... times it"
-    add("--pause", type=float, default=30, metavar="SECONDS", help=text)
     add("--report", action="store_true", help="write a report at the end")
     again = argparse.ArgumentParser(add_help=False)
     again.add_argument("--again", action="store_true", help="repeat runs that already have a row")

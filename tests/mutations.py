@@ -448,7 +448,7 @@ SECTIONS = [
         ("'s' * (n > 1)", "'s' * n"),
     ]),
     ("Agents that fail", "night/loop.py", ["test_loop.py", "-k", "half_an or together"], [
-        ("2 ** min(self.refused + self.failed, 30)", "2 ** (self.refused + self.failed)"),
+        ("2 ** min(self.in_vain, 30)", "2 ** self.in_vain"),
         ('idea = agent.idea() + f" (exit status {code})" * bool(code)', "idea = agent.idea()"),
     ]),
     ("What git is told", "harness/git.py", ["test_attribute.py", "-k", "told"], [
@@ -1024,10 +1024,7 @@ SECTIONS = [
         ("            if rows:\n                self.gains.settle(n, base, rows[-1])", "            if False:\n                pass"),
         (", *(run for run, _ in self.queue)]", "]"),
         ("self.trained += bool(rows)", "self.trained += 0"),
-        ("min(pause, LONGEST)", "pause"),
-        ("LONGEST = 1800 ", "LONGEST = 300 "),
-        ("if reason else (self.refused + 1, 0)", "if False else (self.refused + 1, 0)"),
-        ("if reason else (self.refused + 1, 0)", "if reason else (self.refused, self.failed + 1)"),
+        ("LONGEST = 30, 1800 ", "LONGEST = 30, 300 "),
         ("elif agent.asked >= self.next_ask:", "else:"),
         ("                if reason != said:", "                if reason:"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
@@ -1041,10 +1038,7 @@ SECTIONS = [
         ("if AGAIN in item[0].description or not over", "if AGAIN in item[0].description"),
         (" if AGAIN in item[0].description or not over", ""),
         ("if AGAIN in item[0].description or not over", "if not over"),
-        ("REFUSED = 5", "REFUSED = 9"),
         ("CRASHED = 10", "CRASHED = 20"),
-        ("not (self.gains or self.gains.merging())", "not self.gains"),
-        ("not (self.gains or self.gains.merging())", "not self.gains.merging()"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
@@ -1142,7 +1136,6 @@ SECTIONS = [
     ]),
     ("The beginning of a night", "night", ["test_loop.py", "-k", "begins_with_versions"], [
         ('set_status(commit, kind, "discard")', "pass"),
-        ('if row["commit"] not in self.noise]', "]"),
         ("noise_versions(base[0], night.branch) if begins else {}", "noise_versions(base[0], night.branch)"),
         ("self.subject.startswith(NUDGED)", "False"),
     ]),
