@@ -609,7 +609,7 @@ SECTIONS = [
     ]),
     ("The live size", "train.py", ["test_train.py", "-k", "live or no_experts"], [
         ("config = SIZE or SIZES[row][1]", "config = SIZES[row][1]"),
-        ("config.num_experts and gpu.capability and", "not config.num_experts and gpu.capability and"),
+        ("if (config.num_experts or config.fp8) and", "if not (config.num_experts or config.fp8) and"),
         ("gpu.capability[0] not in (9, 10)", "gpu.capability[0] not in (8, 9, 10)"),
         ("gpu.capability[0] not in (9, 10)", "gpu.capability < (9, 0)"),
     ]),
@@ -1070,9 +1070,6 @@ SECTIONS = [
         ("not text.rstrip().endswith(end)", "not text"),
         ("if program_of(commit) == program(text)", "if read_train(commit) == text"),
         ("                node.body = rest\n", "                pass\n"),
-        ("row if i == live else", "row if i != live else"),
-        ('getattr(row, "elts", [row])[0] for', 'row.elts[1] for'),
-        ("program(text, live) == program(before, live)", "False"),
     ]),
     ("Gains", "night/gains.py", ["test_loop.py", "-k", "gain or merge or discards or seven or simulated or index or turns or good"], [
         ("if on_top := [gain for gain in gains if gain.base == reference]:", "if on_top := []:"),
