@@ -8,14 +8,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SCRATCH = "t4-night-"  # prefix of temporary folders
 LOG_END = 2**15  # bytes of a run's output that are kept, to show its last lines
-NEWS = 3  # seconds between two reads of a run's record
 LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
 PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
@@ -36,7 +33,7 @@ class Checkout:
         """archive: a tar; files: replace those in it; record: see harness.night_record; limit: in seconds, which the
         command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
-        self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
+        self.folder, self.output = Path(self.scratch.name), bytearray()
         self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", self.folder], input=archive, check=True)
         for name, content in files.items():
@@ -53,18 +50,6 @@ class Checkout:
         while text := self.process.stdout.read1():
             self.output.extend(text)
             del self.output[:-LOG_END]
-
-    def news(self, at_once: bool = False) -> Iterator[tuple[str, bytes]]:
-        """Name and new bytes of each file of its record, every NEWS seconds."""
-        if time.monotonic() < self.looked + NEWS and not at_once:
-            return
-        self.looked = time.monotonic()
-        for path in self.folder.glob("runs/*/*.*"):
-            with suppress(OSError), open(path, "rb") as file:
-                file.seek(self.sent[path])
-                if text := file.read():
-                    self.sent[path] += len(text)
-                    yield path.name, text
 
     def stop(self) -> None:
         """Lets `at_work` end it."""
@@ -85,10 +70,13 @@ class Checkout:
             self.until = time.monotonic() + PATIENCE
         return True
 
-    def result(self) -> tuple[str, list[str], str]:
-        """Its rows, the last lines of its output, and what to log if there is no row."""
-        rows = ""
+    def result(self) -> tuple[str, list[str], str, dict[str, bytes]]:
+        """Its rows, the last lines of its output, what to log if there is no row, and its own record's files."""
+        rows, files = "", {}
         with suppress(OSError):  # train.py may do anything to it
             rows = (self.folder / "results.tsv").read_text("utf-8", errors="replace")
+        for path in self.folder.glob("runs/*/*.*"):
+            with suppress(OSError):
+                files[path.name] = path.read_bytes()
         reason = "does not end" if self.process.poll() is None else "no row"
-        return rows, self.output.decode(errors="replace").splitlines()[-12:], reason
+        return rows, self.output.decode(errors="replace").splitlines()[-12:], reason, files

@@ -125,13 +125,11 @@ class Loop:
         return bool(self.trainer.pending or self.gains or not self.over())
 
     def fill(self) -> None:
-        """Submits runs while slots are free. When the night is over, only merged gains, which are spread over all GPUs
-        if they are few: the next loop trains what remains."""
-        trainer, over = self.trainer, self.over()
+        """Starts runs while slots are free; once the night is over, only merged gains: the rest is left to the next."""
+        over = self.over()
         due = [item for item in self.queue if AGAIN in item[0].description or not over]
-        runs = len(trainer.pending) + len(due) if over else trainer.slots
-        for item in due[: trainer.slots - len(trainer.pending)]:
-            trainer.submit(*item, trainer.per_gpu(runs))
+        for item in due[: self.trainer.slots - len(self.trainer.pending)]:
+            self.trainer.submit(*item)
             self.queue.remove(item)
 
     def runs(self) -> list[Run]:

@@ -38,10 +38,11 @@ class ExpectedRow:
         self.needed = record.get("log") or not train_options(args)  # no row for a budget set by hand
         self.args, self.dataset = args, prepare.dataset_id()
         record["commit"], record["description"] = harness.git_head()
-        self.folder = Path(os.devnull)  # no file can be opened in it
-        with suppress(OSError):  # disk full: go on without a record
-            self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
-            record["folder"] = str(self.folder)
+        self.folder = Path(record.get("folder", os.devnull))
+        if not self.folder.is_dir():  # no pool has made one that this machine can see
+            with suppress(OSError):  # disk full: go on without a record
+                self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
+        record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
         self.rows_before = len(self.own(harness.read_results()))
 

@@ -1,6 +1,7 @@
 """Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
 import argparse
+import functools
 import math
 import os
 import statistics
@@ -13,9 +14,9 @@ import harness
 import prepare
 from harness import crashed
 from harness.journal import journal_of
-from night.git import print_doubts, revisions
+from night.git import archive, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Local, News, Run, Started, gpu_names, label
+from night.pool import Ended, Local, Run, gpu_names, label
 from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
@@ -100,10 +101,11 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
+        self.todo = []  # runs that `train` has yet to start
         self.pending = {}  # run: commit and subject of its `base`, the revision to beat
-        self.records = {}  # run that has started: folder of its record
-        self.lost = set()  # runs that were lost, and started again, once
+        self.records = {}  # run: folder of its record
         self.stopped = []  # not empty after a signal
+        self.archive = functools.lru_cache(8)(archive)
 
     def begin(self, total: int = 0) -> None:
         """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
@@ -117,16 +119,15 @@ class Trainer:
         rows = [row for row in self.kind.rows() if needs_no_repeat(row, self.kind, base[0])]
         done = set() if self.args.again else {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
-        todo = [run for run in runs if run.name not in done]
-        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
+        self.todo = [run for run in runs if run.name not in done]
+        print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a row already")
         ideas = {run.commit for run in runs}
         for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
             keep_winners(ideas, row, self.kind)
-        per_gpu = self.per_gpu(len(todo))
-        self.begin(len(todo))
-        for run in todo:
-            self.submit(run, base, per_gpu)
-        while self.pending:
+        self.begin(len(self.todo))
+        while self.todo or self.pending:
+            while self.todo and len(self.pending) < self.slots:
+                self.submit(self.todo.pop(0), base)
             for run, row in self.ended():
                 if place(row) != self.kind.place():
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
@@ -137,57 +138,49 @@ class Trainer:
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
-    def per_gpu(self, runs: int) -> int:
-        """How many of so many runs each GPU should take."""
-        return min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))
-
-    def submit(self, run: Run, base: tuple[str, str], per_gpu: int | None = None) -> None:
-        """Queues a run. base: what it has to beat. per_gpu: how many a GPU should take, if fewer than it could."""
-        args = self.args
+    def submit(self, run: Run, base: tuple[str, str]) -> None:
+        """Starts a run. base: what it has to beat."""
+        args, packed = self.args, self.archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        self.pool.submit(run, command, record, per_gpu or args.per_gpu)
+        with suppress(OSError):  # the run goes on without a record
+            self.records[run] = new_record(*run.name, args.gpu, args.budget)
+            record["folder"] = str(self.records[run])
+        self.pool.submit(run, packed, command, record)
         self.pending[run] = base
+        print(f"start    {run}")
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
-        """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
+        """Logs and yields the rows of runs that end within half a second.
 
         After a signal, ends all runs, then this process with status 130."""
-        for event in self.pool.events():
-            run = event.run
+        for result in self.pool.ended():
             if self.stopped:  # it may have ended a run, too
                 break
-            if isinstance(event, Started):
-                print(f"start    {run} on {event.where}")
-                with suppress(OSError):  # the run goes on without a record
-                    self.records[run] = new_record(*run.name, self.args.gpu, self.args.budget)
-            elif isinstance(event, News):
-                with suppress(KeyError, OSError), (self.records[run] / event.name).open("ab") as file:
-                    file.write(event.text)
-            else:
-                base = self.pending.pop(run)
-                if folder := self.records.pop(run, None):
-                    end_record(folder, event.reason)
-                if event.lost and run not in self.lost:
-                    print(f"lost     {run}: starting it again")
-                    self.lost.add(run)
-                    self.submit(run, base)
-                    continue
-                while True:
-                    row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
-                    if self.stopped or is_logged(row):
-                        break
-                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
-                print(text)
-                yield run, row
-        self.board.update([*self.records.values()], len(self.pending))
+            yield result.run, self.log(result, self.pending.pop(result.run))
+        self.board.update([*self.records.values()], len(self.pending) + len(self.todo))
         if self.stopped:
             print("interrupted: the same command continues")
             for folder in self.records.values():
                 end_record(folder, "interrupted")
             self.pool.close()
             sys.exit(130)
+
+    def log(self, result: Ended, base: tuple[str, str]) -> dict:
+        """Logs a run's row, and keeps its record."""
+        if folder := self.records.pop(result.run, None):
+            for name, content in result.record.items():
+                with suppress(OSError):
+                    (folder / name).write_bytes(content)
+            end_record(folder, result.reason)
+        while True:
+            row, text = log_row(result.run, self.kind, base, result.rows, result.tail, result.reason)
+            if self.stopped or is_logged(row):
+                break
+            time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
+        print(text)
+        return row
 
 
 def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:

@@ -921,11 +921,11 @@ SECTIONS = [
         ("\n            keep_winners(ideas, row", "\n            print(ideas, row"),
         ('return row["commit"] != base', "return True"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset or single_run"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
-        ("                    end_record(folder, event.reason)\n", "                    pass\n"),
+        ("            end_record(folder, result.reason)\n", ""),
+        ("(folder / name).write_bytes(content)", "pass"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
-        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
     ]),
     ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal or gpus_that"], [
         ("    if asked.returncode:", "    if False:"),
@@ -933,15 +933,12 @@ SECTIONS = [
         ("(gpu_names(args.gpu) or", "([harness.gpu_name(args.gpu)] or"),
     ]),
     ("The pool", "night/pool.py", ["test_pool.py"], [
-        ("while self.queue and self.free:", "while self.queue:"),
         ("max(self.free, key=self.free.count)", "self.free[0]"),
         ("            self.free.remove(gpu)\n", "            self.free.pop()\n"),
-        ("                self.free.append(gpu)\n", ""),
-        ("            self.queue.pop(0)\n", "            pass\n"),
-        ("usable // (self.gpus * per_gpu)", "usable // self.gpus"),
+        ("            self.free.append(gpu)\n", ""),
+        ("usable // self.slots", "usable"),
         ('({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})', "{}"),
-        ("checkout.news(at_once=over)", "checkout.news()"),
-        ("                checkout.scratch.cleanup()\n", ""),
+        ("            work.scratch.cleanup()\n", ""),
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
@@ -957,8 +954,7 @@ SECTIONS = [
     ]),
     ("A checkout", "night/checkout.py", ["test_pool.py"], [
         ("            del self.output[:-LOG_END]\n", ""),
-        ("                    self.sent[path] += len(text)\n", ""),
-        ("                file.seek(self.sent[path])\n", "                file.seek(0)\n"),
+        ("                files[path.name] = path.read_bytes()\n", "                pass\n"),
         ("            if not self.signals:\n", "            if False:\n"),
         ("self.signals.pop(0)", "self.signals[0]"),
         ('"does not end" if self.process.poll() is None else "no row"', '"no row"'),
@@ -967,20 +963,13 @@ SECTIONS = [
     ("A checkout", "night/checkout.py", ["test_wave.py", "-k", "link"], [
         (', "--exclude=results.tsv"', ""),
     ]),
-    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "address or answer"], [
+    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "address or model"], [
         ("check=True, timeout=ANSWER", "timeout=ANSWER"),
-        ("run, self.latest = self.streams[stream], time.monotonic()", "run = self.streams[stream]"),
-        ("                del self.streams[stream]\n                yield Ended(run, \"\"", "                yield Ended(run, \"\""),
+        ("if models.get(node[\"NodeID\"]) == best", "if node[\"NodeID\"] in models"),
+        ("max(gpus, key=gpus.get)", "min(gpus, key=gpus.get)"),
     ]),
-    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "lost_node or spread"], [
-        ("max_retries=0,  # Ray", "max_retries=1,  # Ray"),
-        ("lost=reason in LOST", "lost=False"),
-        ("int(1e4 * n / per_gpu) / 1e4", "n"),
-    ]),
-    ("A cluster", "night/wave.py", ["test_ray.py", "-m", "ray", "-k", "lost_node or spread"], [
-        ("run not in self.lost", "True"),
-        ("                    self.submit(run, base)\n                    continue\n", ""),
-        ("self.submit(run, base, per_gpu)", "self.submit(run, base)"),
+    ("A cluster", "night/ray_pool.py", ["test_ray.py", "-m", "ray", "-k", "lost_node"], [
+        ("max_retries=1, **share", "max_retries=0, **share"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
         ("            self.pool.close()\n", ""),
@@ -1032,9 +1021,7 @@ SECTIONS = [
         ('            self.rows.pop(0)', '            self.rows.clear()'),
         ("if self.hours_left() < -TROUBLE / 3600 and", "if False and"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
-        ("if over else trainer.slots", "if False else trainer.slots"),
-        ("if over else trainer.slots", "if True else trainer.slots"),
-        ("for item in due[: trainer.slots - len(trainer.pending)]:", "for item in due:"),
+        ("for item in due[: self.trainer.slots - len(self.trainer.pending)]:", "for item in due:"),
         ("if AGAIN in item[0].description or not over", "if AGAIN in item[0].description"),
         (" if AGAIN in item[0].description or not over", ""),
         ("if AGAIN in item[0].description or not over", "if not over"),
@@ -1102,10 +1089,6 @@ SECTIONS = [
     ("Kept on this branch", "night/rows.py", ["test_loop.py", "-k", "conflicting"], [
         ("here = kept & {", "here = kept | {"),
         ("(0 < len(here) < len(kept))", "True"),
-    ]),
-    ("Gains", "night/wave.py", ["test_loop.py", "-k", "spread"], [
-        ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "math.ceil(runs / self.pool.gpus)"),
-        ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "self.args.per_gpu"),
     ]),
     ("Repeated edits", "night/show.py", ["test_memory.py", "-k", "family"], [
         ("(gain(idea, noise) for idea in same)", "(gain(idea, noise) for idea in same[:1])"),

@@ -36,7 +36,6 @@ from night.noise import Noise
 from night.rows import reference
 from night.show import about_night
 from night.statuses import set_status
-from night.wave import Trainer
 
 KEY = f"of an API {uuid.uuid4()}"  # which no other process on this machine has among its arguments
 TRAIN = """\
@@ -288,8 +287,8 @@ def test_a_reference_that_crashed_is_mended_by_a_commit(played):
 
 
 def test_one_proposal_per_agent_waits_for_a_gpu_and_what_is_decided_stays_so(played, monkeypatch):
-    looks, events, turn, waiting = itertools.count(), played.pool.events, loops.Loop.turn, []
-    monkeypatch.setattr(played.pool, "events", lambda: [] if next(looks) % 5 else events())  # runs take five looks
+    looks, ended, turn, waiting = itertools.count(), played.pool.ended, loops.Loop.turn, []
+    monkeypatch.setattr(played.pool, "ended", lambda: [] if next(looks) % 5 else ended())  # runs take five looks
     monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.queue)))[0])
     played.night("A,B,worse", args=["--runs=9"], real=False)
     assert max(waiting) == 1
@@ -641,14 +640,11 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 
 
 # -------------------------------------------------------------------------------------- parts of the loop, and restarts
-def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_spread_over_all_gpus(played, monkeypatch):
+def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
     monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
     night = played.loop("--agent=true")
-    pool = night.trainer
-    pool.slots, shares, over = 14, [], [""]
-    pool.submit = lambda run, base, share: (pool.pending.update({run: [run]}), shares.append(share))
-    gpus = SimpleNamespace(args=SimpleNamespace(per_gpu=6), pool=SimpleNamespace(gpus=2))
-    pool.per_gpu = lambda runs: Trainer.per_gpu(gpus, runs)
+    trainer, over = night.trainer, [""]
+    trainer.slots, trainer.submit = 14, lambda run, base: trainer.pending.update({run: base})
     night.over = lambda: over[0]
 
     def accept(*subjects: str) -> list[str]:
@@ -658,15 +654,15 @@ def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_sprea
 
     assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
     night.fill()
-    assert shares == [6] * 4 and not night.queue
+    assert len(trainer.pending) == 4 and not night.queue
     over[0] = "the hours are over"
     accept("e", "f", "g, again on f", "h, again on f")
-    pool.slots = 5
+    trainer.slots = 5
     night.fill()
-    assert shares == [6] * 4 + [3] and accept() == ["g, again on f", "e", "f"]
-    pool.slots = 14
+    assert accept() == ["g, again on f", "e", "f"]
+    trainer.slots = 14
     night.fill()
-    assert shares == [6] * 4 + [3, 3] and accept() == ["e", "f"]
+    assert len(trainer.pending) == 6 and accept() == ["e", "f"]
 
 
 def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):

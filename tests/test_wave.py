@@ -24,7 +24,7 @@ import prepare
 from night import pool, rows
 from night import wave as waves
 from night.__main__ import main, parse
-from night.pool import Ended, Run, Started
+from night.pool import Ended, Run
 from night.records import Board
 from night.rows import Kind, kind_here
 from night.statuses import discard_by_mean, keep_winners
@@ -298,11 +298,11 @@ def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
 def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(played):
     """As when the disk is too full to unpack its checkout."""
     run = Run(played.head(), "base", 42)
-    played.pool.events = lambda: [Started(run, "cpu"), Ended(run, "", [], "OSError")]
+    played.pool.ended = lambda: [Ended(run, "", [], "OSError", {"log.txt": b"tar: no space"})]
     played.wave()
     assert played.statuses() == [("base [OSError]", "crash")]
     (record,) = played.folder.glob("runs/*")
-    assert "OSError" in prepare.read(record / "summary.json")
+    assert "OSError" in prepare.read(record / "summary.json") and "space" in prepare.read(record / "log.txt")
 
 
 def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(played):
@@ -523,15 +523,6 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone):
     two = sorted(os.sched_getaffinity(0))[:2]
     clone.finish(clone.wave("base", *TWO_SLOTS, "--seeds=1,2", begin=lambda: os.sched_setaffinity(0, two)))
     assert [row["val_bpb"] for row in clone.rows()] == [1.0] * 2
-
-
-def test_a_single_run_does_not_leave_the_share_of_others_idle(played):
-    shares, submit = [], played.pool.submit
-    played.pool.submit = lambda *args: (shares.append(args[-1]), submit(*args))
-    several = ["--per-gpu=2", "--tokens=1500000"]
-    played.wave(*several)
-    played.wave(*several, "--seeds=1,2")
-    assert shares == [1, 2, 2]
 
 
 @pytest.mark.parametrize(
