@@ -75,6 +75,13 @@ def gpu_names(imitates: str | None) -> list[str]:
     return [line.removeprefix("gpu\t") for line in asked.stdout.splitlines() if line.startswith("gpu\t")]
 
 
+def one_model(names: list[str]) -> str:
+    """The model of all GPUs, whose names these are. Raises PrepareError if there are several."""
+    if len({*names}) > 1:
+        raise PrepareError(f"scores compare on GPUs of one model only, not on {', '.join(sorted({*names}))}")
+    return names[0]
+
+
 class Local:
     """This machine: a slot per GPU, times `per_gpu`; without a GPU, the CPU is one."""
 

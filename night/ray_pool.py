@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 from night import checkout
 from night.checkout import LOOK, PATIENCE, Checkout, environment
 from night.git import archive
-from night.pool import Ended, Run, our_files
+from night.pool import Ended, Run, one_model, our_files
 from prepare import PrepareError
 
 ANSWER = 30  # seconds for a cluster to answer, including loading Ray from a slow disk
@@ -35,7 +34,7 @@ def check_cluster(address: str) -> None:
 
 
 class RayPool:
-    """The nodes of a cluster that have the dataset and GPUs of one `model`, with a slot per GPU, times `per_gpu`."""
+    """A cluster: a slot per GPU, times `per_gpu`. All nodes must have the dataset and GPUs of one `model`."""
 
     def __init__(self, args: argparse.Namespace, dataset: str):
         os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
@@ -49,15 +48,14 @@ class RayPool:
         ray.init(address=args.address, log_to_driver=False, logging_level="ERROR")
         self.ray, self.limit, self.files, self.tasks = ray, args.limit, ray.put(our_files(args.locked)), {}
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
-        nodes = [node for node in ray.nodes() if device in node["Resources"]]
-        nodes, self.model = alike(nodes, dataset, args.gpu, self.files)
+        nodes = [node for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
+        self.model = one_model(models(nodes, dataset, args.gpu, self.files))
         gpus = [node["Resources"].get("GPU", 1) for node in nodes]
         cores = min(node["Resources"].get("CPU", 1) / n for node, n in zip(nodes, gpus, strict=True))
         self.slots = int(sum(gpus)) * args.per_gpu
         share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
         share = {name: int(1e4 * n / args.per_gpu) / 1e4 for name, n in share.items()}  # Ray's unit
-        selector = {"ray.io/node-id": f"in({','.join(node['NodeID'] for node in nodes)})"}
-        self.task = ray.remote(label_selector=selector, max_retries=1, **share)(run_in_checkout)
+        self.task = ray.remote(max_retries=1, **share)(run_in_checkout)
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
         self.tasks[self.task.remote(packed, self.files, command, record, self.limit)] = run
@@ -84,30 +82,20 @@ def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
         return "", [], type(getattr(error, "cause", error)).__name__, {}
 
 
-def alike(nodes: list[dict], dataset: str, imitates: str | None, files) -> tuple[list[dict], str]:
-    """The nodes with the dataset and the most frequent GPU model, and that model: scores compare on one only.
-
-    PrepareError if no node has the dataset."""
+def models(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[str]:
+    """The GPU models of the nodes. PrepareError if any does not have the dataset."""
     import ray
 
     task, head = ray.remote(num_cpus=0, max_retries=0)(run_in_checkout), archive("HEAD")
     on = [task.options(label_selector={"ray.io/node-id": node["NodeID"]}) for node in nodes]
-    asked = [task.remote(head, files, ["-c", PROBE.format(imitates=imitates)]) for task in on]
-    models, gpus = {}, Counter()
+    found, asked = [], [task.remote(head, files, ["-c", PROBE.format(imitates=imitates)]) for task in on]
     for node, answer in zip(nodes, asked, strict=True):
         _, tail, reason, _ = result(answer)
         has, _, model = (tail[-1] if tail else reason).partition("\t")
-        if has == dataset:
-            models[node["NodeID"]] = model
-            gpus[model] += node["Resources"].get("GPU", 1)
-        else:
-            print(f"no run on {node['NodeManagerHostname']}, which does not have {dataset}: {has}")
-    if not gpus:
-        raise PrepareError(f"no node has {dataset}: prepare it there")
-    best = max(gpus, key=gpus.get)
-    for other in sorted({*gpus} - {best}):
-        print(f"no run on {other}: scores compare with those on {best} only")
-    return [node for node in nodes if models.get(node["NodeID"]) == best], best
+        if has != dataset:
+            raise PrepareError(f"{node['NodeManagerHostname']} does not have {dataset}: {has}")
+        found.append(model)
+    return found
 
 
 def run_in_checkout(

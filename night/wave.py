@@ -4,7 +4,6 @@ import argparse
 import functools
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from harness import crashed
 from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Ended, Local, Run, gpu_names, label
+from night.pool import Ended, Local, Run, gpu_names, label, one_model
 from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
@@ -59,7 +58,7 @@ def table(rows: list[dict], base: str) -> str:
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
-    """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
+    """The pool at args.address, or this machine's; and the kind of row that runs get.
 
     Raises PrepareError if another wave is at work."""
     # locked until this process ends; in the git directory, which no `git clean` touches
@@ -75,19 +74,9 @@ def start_pool(args: argparse.Namespace) -> tuple:
         pool = RayPool(args, kind.dataset)
         return pool, kind._replace(gpu=pool.model)
     names = gpu_names(args.gpu)
-    model = statistics.mode(names or ["cpu"])
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [gpu.strip() for gpu, name in zip(places.split(","), names, strict=False) if name == model]
-    for other in sorted({*names} - {model}):
-        print(f"no run on {other}: scores compare with those on {model} only")
-    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=model)
-
-
-def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
-    """All but crashes of the reference, and rows of a report without a score on test."""
-    if crashed(row):
-        return row["commit"] != base
-    return not kind.report or row["test_bpb"] is not None
+    places = [gpu.strip() for gpu, _ in zip(places.split(","), names, strict=False)]
+    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=one_model(names or ["cpu"]))
 
 
 def is_logged(row: dict) -> bool:
@@ -113,14 +102,14 @@ class Trainer:
         self.board = Board(total)
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
-        """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
+        """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
 
         A signal ends all runs and this process."""
-        rows = [row for row in self.kind.rows() if needs_no_repeat(row, self.kind, base[0])]
-        done = set() if self.args.again else {run_name(row) for row in rows}
+        rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
+        done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
         self.todo = [run for run in runs if run.name not in done]
-        print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a row already")
+        print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
         ideas = {run.commit for run in runs}
         for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
             keep_winners(ideas, row, self.kind)

@@ -99,10 +99,10 @@ class Clone(Night):
                 os.kill(pid, signal.SIGKILL)
 
     def scores(self) -> dict[str, str]:
-        """Description, seed and reason: status, each once."""
-        rows = self.rows()
-        assert len({*map(told, rows)}) == len(rows)
-        return {told(row): row["status"] for row in rows}
+        """Description, seed and reason: status. A run has one score."""
+        scored = [told(row) for row in self.rows() if not row["reason"]]
+        assert len({*scored}) == len(scored)
+        return {told(row): row["status"] for row in self.rows()}
 
 
 @pytest.fixture
@@ -181,15 +181,16 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     )  # fmt: skip
 
 
-def test_of_gpus_that_differ_the_most_frequent_model_takes_the_runs(tmp_path, monkeypatch, capsys):
+def test_all_visible_gpus_of_one_model_take_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(waves, "gpu_names", lambda *_: ["RTX 3090", "RTX 4090", "RTX 4090"])
+    monkeypatch.setattr(waves, "gpu_names", lambda *_: ["RTX 4090", "RTX 4090"])
     monkeypatch.setattr(waves, "Local", lambda places, *_: places)
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")
     places, kind = waves.start_pool(parse(["wave"]))
     assert places == ["6", "7"] and kind.gpu == "RTX 4090"
-    assert capsys.readouterr().out == "no run on RTX 3090: scores compare with those on RTX 4090 only\n"
+    with pytest.raises(prepare.PrepareError, match="on GPUs of one model only, not on RTX 3090, RTX 4090"):
+        pool.one_model(["RTX 4090", "RTX 3090"])
 
 
 def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(played):
@@ -269,7 +270,7 @@ def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_wha
     for name, val_bpb, to_beat in (("idea", 1.2, 0.0), ("worse", 1.4, 0.0), ("base", 1.3, math.inf)):
         played.log(name, val_bpb, to_beat=to_beat)
     played.wave("idea", "worse")
-    assert "0 runs, 3 more have a row" in capsys.readouterr().out
+    assert "0 runs, 3 more have a score" in capsys.readouterr().out
     assert played.statuses() == [("worse", "discard"), ("base", "keep"), ("idea", "keep")]
 
 
@@ -429,8 +430,8 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     assert {name for _, _, name in table[4:]} == REASON.keys()
 
     log = (clone.folder / "results.tsv").read_bytes()
-    assert clone.finish(clone.wave(*command)).startswith("0 runs, 7 more have a row")
-    assert (clone.folder / "results.tsv").read_bytes() == log
+    assert clone.finish(clone.wave(*command)).startswith("3 runs, 4 more have a score")
+    assert (clone.folder / "results.tsv").read_bytes().startswith(log), "what has crashed is repeated"
 
 
 def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_with_the_same_seed(clone, tmp_path):
@@ -449,7 +450,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
 
     (tmp_path / "base").touch()
     output = clone.finish(clone.wave(*three))
-    assert output.startswith("2 runs, 4 more")
+    assert output.startswith("4 runs, 2 more")
     expected = {"base, seed 0": "keep", "base, seed 5": "keep", "idea, seed 0": "discard", "idea, seed 5": "keep"}
     assert clone.scores() == expected | typos
     names = [*clone.scores()]
