@@ -71,7 +71,6 @@ class Loop:
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[agents.Agent] = []
-        self.queue: list[tuple[Run, tuple[str, str]]] = []  # for the trainer, when it has a free slot
         self.rows: list[dict] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
@@ -114,32 +113,26 @@ class Loop:
             self.rows.pop(0)
         if self.over():
             self.end_agents()
+            todo = self.trainer.todo  # what an agent has proposed is left to the next loop
+            todo[:] = [item for item in todo if AGAIN in item[0].description]
         for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
             self.judge(agent)
         self.gains.advance(bool(self.trainer.pending), bool(self.over()))
-        self.fill()
+        self.trainer.fill()
         while self.may_ask():
             self.ask()
         if not self.trainer.pending:
             sleep(0.2)
         return bool(self.trainer.pending or self.gains or not self.over())
 
-    def fill(self) -> None:
-        """Starts runs while slots are free; once the night is over, only merged gains: the rest is left to the next."""
-        over = self.over()
-        due = [item for item in self.queue if AGAIN in item[0].description or not over]
-        for item in due[: self.trainer.slots - len(self.trainer.pending)]:
-            self.trainer.submit(*item)
-            self.queue.remove(item)
-
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""
-        return [*self.trainer.pending, *(run for run, _ in self.queue)]
+        return [*self.trainer.pending, *(run for run, _ in self.trainer.todo)]
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""
         known = grouped(self.kind.rows(), lambda row: row["commit"])
-        self.queue, self.trained = [], 0
+        self.trained, self.trainer.todo = 0, []
         for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
@@ -217,7 +210,8 @@ class Loop:
         item = run_of(commit, subject), revisions([base])[0]
         proposals.note(n, f"trains as {commit}")
         self.proposed[commit] = n, base
-        self.queue.insert(0 if AGAIN in subject else len(self.queue), item)
+        todo = self.trainer.todo
+        todo.insert(0 if AGAIN in subject else len(todo), item)
 
     def end_agents(self) -> None:
         for agent in self.agents:
@@ -228,12 +222,8 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        count = proposals.count_verdicts()
-        failed = count.pop("failed", 0)
-        found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
-        reason, now = "", ""
+        found = ", ".join(f"{number} {word}" for word, number in proposals.count_verdicts().items())
+        text = f"\n{self.over() or 'ended early'}: proposals so far: {found or 'none'}.\n"
         with suppress(subprocess.CalledProcessError):
-            reason, now = self.over(), f"The reference is now {reference(self.kind)}. "
-        text = f"\n{reason or 'ended early'}: {sum(count.values())} proposals so far, {found}"
-        text += f", {count['trains']} not trained" + f"; {failed} agents made no edit" * bool(failed) + ".\n"
-        return f"{text}{now}How much is luck? python -m night report"
+            text += f"The reference is now {reference(self.kind)}. "
+        return f"{text}How much is luck? python -m night report"

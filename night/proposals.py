@@ -22,17 +22,8 @@ REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # For the throw-away repository of a checkout, whatever the user has told git
-SETTINGS = """
-[user]
-name = night
-email = night@localhost
-[core]
-autocrlf = false
-attributesFile = /dev/null
-hooksPath = /dev/null
-[commit]
-gpgSign = false
-"""
+SETTINGS = "user.name=night user.email=night@localhost core.autocrlf=false core.attributesFile=/dev/null".split()
+SETTINGS += "core.hooksPath=/dev/null commit.gpgSign=false".split()
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
@@ -94,11 +85,11 @@ def checkout(work: Path, commit: str) -> dict[str, bytes]:
     files = archive(commit, *(name for name in names if not re.match(HIDDEN, name)))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
-    options = dict(cwd=work, env=harness.clean_environment(), check=True)
-    subprocess.run(["git", "init", "-q", "--template="], **options)
-    with open(work / ".git" / "config", "a") as file:
-        file.write(SETTINGS)
-    subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
+    harness.run_git("init", "-q", "--template=", cwd=work)
+    for setting in SETTINGS:
+        harness.run_git("config", *setting.split("="), cwd=work)
+    harness.run_git("add", "-A", cwd=work)
+    harness.run_git("commit", "-q", "-m", "reference", cwd=work)
     return contents
 
 

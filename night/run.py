@@ -147,8 +147,7 @@ def guard(
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
     Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
-    log: file for the first LOG_BYTES of it; with echo, which also prints all, for the end, too. begin: called in the
-    command's process.
+    log: file for the first LOG_BYTES of it and the end. echo: print it, too. begin: called in the command's process.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     end, signals = b"", []
@@ -178,7 +177,7 @@ def guard(
                 file.write(text[: max(0, LOG_BYTES - size)])
             end, size = (end + text)[-LOG_END:], size + len(text)
         with suppress(OSError), open(log, "ab") as file:
-            file.write(b"\n[...]\n" + end if echo and size > LOG_BYTES else b"")
+            file.write(b"\n[...]\n" + end if size > LOG_BYTES else b"")
 
     harness.handle_signals(stop)
     signal.signal(signal.SIGALRM, stop)

@@ -86,12 +86,12 @@ def is_logged(row: dict) -> bool:
 
 
 class Trainer:
-    """Trains in a pool: `submit` queues a run, `ended` yields the rows of those that have ended, `train` does both."""
+    """Trains in a pool: `fill` starts what is in `todo`, `ended` yields rows of what has ended, `train` does both."""
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.todo = []  # runs that `train` has yet to start
-        self.pending = {}  # run: commit and subject of its `base`, the revision to beat
+        self.todo = []  # runs that wait for a slot, each with its `base`: commit and subject of the revision to beat
+        self.pending = {}  # run: base
         self.records = {}  # run: folder of its record
         self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(archive)
@@ -108,15 +108,14 @@ class Trainer:
         rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
         done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
-        self.todo = [run for run in runs if run.name not in done]
+        self.todo = [(run, base) for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
         ideas = {run.commit for run in runs}
         for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
             keep_winners(ideas, row, self.kind)
         self.begin(len(self.todo))
         while self.todo or self.pending:
-            while self.todo and len(self.pending) < self.slots:
-                self.submit(self.todo.pop(0), base)
+            self.fill()
             for run, row in self.ended():
                 if place(row) != self.kind.place():
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
@@ -127,8 +126,13 @@ class Trainer:
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
-    def submit(self, run: Run, base: tuple[str, str]) -> None:
-        """Starts a run. base: what it has to beat."""
+    def fill(self) -> None:
+        """Starts what waits while slots are free."""
+        while self.todo and len(self.pending) < self.slots:
+            self.start(*self.todo[0])
+            self.todo.pop(0)
+
+    def start(self, run: Run, base: tuple[str, str]) -> None:
         args, packed = self.args, self.archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked

@@ -117,7 +117,7 @@ elif word == "same":
 elif word == "comment":
     train.write_text("'A docstring.'\n" + text.replace("#", "# a remark"))
 elif word == "fail":
-    print("Warning: True color is not detected\n\x1b[31mError: 401 Unauthorized\x1b[0m\n")
+    print("Warning: True color is not detected\nError: 401 Unauthorized\n")
     sys.exit(1)
 elif word == "pretends":
     print("Thinking ...\nError: 429 RESOURCE_EXHAUSTED")
@@ -236,7 +236,7 @@ def played(tmp_path, monkeypatch):
 def test_agents_that_never_answer_are_asked_until_the_hours_are_over_with_pauses_of_half_an_hour(played, capfd):
     played.night("fail", args=["--hours=5"], real=False)
     output = capfd.readouterr().out
-    assert "\nthe hours are over: 0 proposals so far" in output
+    assert "\nthe hours are over: proposals so far: 1" in output
     assert 10 <= output.count("\nfailed ") <= 16 and not played.tried()
 
 
@@ -289,7 +289,7 @@ def test_a_reference_that_crashed_is_mended_by_a_commit(played):
 def test_one_proposal_per_agent_waits_for_a_gpu_and_what_is_decided_stays_so(played, monkeypatch):
     looks, ended, turn, waiting = itertools.count(), played.pool.ended, loops.Loop.turn, []
     monkeypatch.setattr(played.pool, "ended", lambda: [] if next(looks) % 5 else ended())  # runs take five looks
-    monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.queue)))[0])
+    monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.trainer.todo)))[0])
     played.night("A,B,worse", args=["--runs=9"], real=False)
     assert max(waiting) == 1
     decided, tried = played.verdicts(), played.tried()
@@ -302,8 +302,7 @@ def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
     played.night("half", args=["--hours=0.01"])
     played.night("killed", args=["--hours=0.01"])
     assert not played.tried()
-    half = "its edit may be half done"
-    assert {*played.verdicts()} == {f"failed: cut off after 200 s; {half}", f"failed: killed by signal 9; {half}"}
+    assert {*played.verdicts()} == {"failed: cut off after 200 s", "failed: killed"}
     played.night("stopped", args=["--runs=1"])
     assert played.tried()[0][0].endswith(" (exit status 1)"), "an error of its own may have cut it off"
 
@@ -467,7 +466,7 @@ def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypat
     begun = time.process_time()
     text = agents.memory(played.rows())
     assert time.process_time() - begun < 30  # about 1 on an idle machine
-    assert 0.5 * agents.MEMORY < len(text) <= agents.MEMORY + 200
+    assert "\n200 experiments" in text and len(text) < 25_000
     assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and start in text
     assert "kept all the same" in text
     assert re.search(r"\n\d{4} more experiments, none of them better than these, are left out\.$", text)
@@ -643,26 +642,18 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
     monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
     night = played.loop("--agent=true")
-    trainer, over = night.trainer, [""]
-    trainer.slots, trainer.submit = 14, lambda run, base: trainer.pending.update({run: base})
-    night.over = lambda: over[0]
-
-    def accept(*subjects: str) -> list[str]:
-        for subject in subjects:
-            night.accept(1, subject, "base", subject)
-        return [run.description for run, _ in night.queue]
-
-    assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
-    night.fill()
-    assert len(trainer.pending) == 4 and not night.queue
-    over[0] = "the hours are over"
-    accept("e", "f", "g, again on f", "h, again on f")
-    trainer.slots = 5
-    night.fill()
-    assert accept() == ["g, again on f", "e", "f"]
-    trainer.slots = 14
-    night.fill()
-    assert len(trainer.pending) == 6 and accept() == ["e", "f"]
+    trainer, started = night.trainer, []
+    trainer.start = lambda run, base: (started.append(run.description), trainer.pending.update({run: base}))
+    night.resumed, night.may_ask, night.propose = True, lambda: False, None
+    for subject in ("a", "b", "c, again on b", "d"):
+        night.accept(1, subject, "base", subject)
+    night.turn()
+    assert started == ["c, again on b", "a"] and [run.description for run in night.runs()][2:] == ["b", "d"]
+    night.over = lambda: "the hours are over"
+    night.accept(1, "e", "base", "e, again on f")
+    trainer.pending.clear()
+    night.turn()
+    assert started[2:] == ["e, again on f"] and not trainer.todo, "the next loop trains the others"
 
 
 def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):
@@ -700,12 +691,16 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
 @pytest.mark.parametrize(
     ("script", "agent", "remedy"),
     [
-        ("", "no-such-program -p", "there is no program no-such-program"),
-        ("", "", "'' is no command: check --agent"),  # a variable that is not set
+        ("", "no-such-program -p", "'no-such-program -p' is no command: --agent"),
+        ("", "", "'' is no command: --agent"),  # a variable that is not set
         ("", 'an "open quote', """'an "open quote' is no command"""),
         ("git checkout -q --detach", "true", "HEAD is on no branch: git checkout -b"),
         ("rm -rf .git", "true", "fatal: not a git repository"),
-        ("install /bin/true a.sh", "./a.sh", "./a.sh would be looked for in a copy of the code: give /"),
+        (
+            "install /bin/true a.sh",
+            "./a.sh",
+            "'./a.sh' is no command: --agent and --sandbox need a program's name or absolute path",
+        ),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
@@ -861,7 +856,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     assert loop.all_gone(0)
     verdicts = loop.verdicts()
     failed = sum(verdict.startswith("failed") for verdict in verdicts.values())
-    (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts) - failed} proposals so far", output, re.M)
+    (trained,) = re.findall(rf"^(\d+) runs: proposals so far: .*\b{failed} failed", output, re.M)
     assert runs <= int(trained) == len(loop.rows()) - 1
 
     folder = loop.folder / "runs" / "proposals"
@@ -875,7 +870,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
     (odd,) = {text for text in found.values() if "wider" in text} or [""]
     assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
-    assert max(path.stat().st_size for path in folder.glob("*/agent.log")) == 2**20
+    assert 2**20 < max(path.stat().st_size for path in folder.glob("*/agent.log")) < 1.1e6
 
     assert loop.run("git status --porcelain") == "" and loop.run("git diff main --name-only") == "train.py\n"
     history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
@@ -916,6 +911,6 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
         night.send_signal(end)
         output = night.communicate(timeout=120)[0]
         assert night.returncode == code and loop.all_gone()
-        ended = r"\nended early: 0 proposals so far, .* 0 not trained\.\n"
-        assert bool(re.search(ended, output)) == (end == signal.SIGINT), "agents that were cut off have not failed"
+        ended = "\nended early: proposals so far: none.\n"
+        assert (ended in output) == (end == signal.SIGINT), "agents that were cut off have not failed"
     assert {*loop.verdicts().values()} == {proposals.ENDED}
