@@ -19,7 +19,7 @@ from night.pool import Ended, Local, Run, gpu_names, label, one_model
 from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
-from night.statuses import discard_by_mean, keep_winners
+from night.statuses import judge
 from prepare import PrepareError
 
 PAUSE = 10  # seconds until a full disk is tried again
@@ -110,9 +110,6 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         self.todo = [(run, base) for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
-        ideas = {run.commit for run in runs}
-        for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
-            keep_winners(ideas, row, self.kind)
         self.begin(len(self.todo))
         while self.todo or self.pending:
             self.fill()
@@ -120,9 +117,7 @@ class Trainer:
                 if place(row) != self.kind.place():
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
-                if run.commit == base[0]:
-                    keep_winners(ideas, row, self.kind)
-        discard_by_mean({run.name for run in runs}, base[0], self.kind)
+        judge({run.name for run in runs}, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
@@ -179,7 +174,7 @@ class Trainer:
 def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
+    An idea that ends before the reference is a `discard` until `judge` has its say."""
     gpu, _, dataset = kind.place()
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):

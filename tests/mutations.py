@@ -917,8 +917,7 @@ SECTIONS = [
         ("scores(rivals).get(run.seed, 0.0)", "scores(rivals).get(run.seed, 9.0)"),
         ("scores(rivals).get(run.seed, 0.0)", "min([9.0, *scores(rivals).values()])"),
         ("    elif run.commit == base[0]:\n", "    elif False:\n"),
-        ("                    keep_winners(ideas, row", "                    print(ideas, row"),
-        ("\n            keep_winners(ideas, row", "\n            print(ideas, row"),
+        ("        judge({run.name", "        print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [
@@ -1382,17 +1381,13 @@ SECTIONS = [
     ("A wave", "night/rows.py", ["test_wave.py", "-k", "another_branch_before"], [
         ("    rows = in_history(rows)\n", ""),
     ]),
-    ("A wave", "night/statuses.py", ["test_wave.py", "-k", "decides or its_mean or earlier_reference or earlier_in"], [
-        (" - kept_before(held, base[\"commit\"])", ""),
-        ('row["val_bpb"] < base["val_bpb"]', 'row["val_bpb"] <= base["val_bpb"]'),
-        ('held if row["seed"] == base["seed"]]', 'held]'),
-        ('if good([row], row["commit"]) and row["val_bpb"]', 'if row["val_bpb"]'),
-        ('if i < end and rows', 'if rows'),
-        ('and rows[i]["commit"] in new]', ']'),
-        ('len(changes) > 1 and statistics.mean(changes) >= 0', 'len(changes) > 0 and statistics.mean(changes) >= -9'),
-        ('len(changes) > 1 and statistics.mean(changes) >= 0', 'len(changes) > 1 and changes[0] >= 0'),
+    ("A wave", "night/statuses.py", ["test_wave.py", "-k", "by_their_mean or earlier_reference or earlier_in"], [
+        ("if commit not in kept_before(held, base)]", "]"),
+        ("statistics.mean(changes) < 0", "statistics.mean(changes) <= 0"),
+        ("statistics.mean(changes) < 0", "changes[0] < 0"),
+        ('if row["status"] != status], status)', '], status)'),
+        ('move_to_end(log, changed if status == "keep" else [])', "pass"),
         ('[row for row in held if run_name(row) in runs]', 'held'),
-        (' - kept_before(held, base) -', ' -'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat"], [
         ('good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]', 'good(kind.rows(), base[0])]'),

@@ -27,7 +27,7 @@ from night.__main__ import main, parse
 from night.pool import Ended, Run
 from night.records import Board
 from night.rows import Kind, kind_here
-from night.statuses import discard_by_mean, keep_winners
+from night.statuses import judge
 from night.wave import log_row, table
 
 STUB = """\
@@ -193,43 +193,32 @@ def test_all_visible_gpus_of_one_model_take_runs(tmp_path, monkeypatch):
         pool.one_model(["RTX 4090", "RTX 3090"])
 
 
-def test_the_reference_decides_the_ideas_on_its_gpu_that_ended_before_it(played):
-    """By their last rows with its seed. What it beats stays as it is; what is no row goes to the end."""
-
-    def log(name: str, val_bpb: float, status: str = "discard", gpu: str = "A", seed: int = 42) -> None:
-        row = dict(memory_gb=1.0, dataset="d", to_beat=9.0 * (status == "keep"), reason="killed" * (status == "crash"))
-        harness.log_result(val_bpb=val_bpb, gpu=gpu, commit=name, seed=seed, description=name, **row)
-
-    log("idea", 1.1), log("far", 1.2, gpu="B"), log("idea", 1.2), log("tie", 1.3), log("dead", 0.0, "crash")
-    log("hand", 1.4, "keep"), log("other", 1.2), log("seed", 1.2, seed=1)
-    with open(harness.RESULTS, "ab") as file:
-        file.write(b"\xff no row\n")
-    log("base", 1.3, "keep"), log("late", 1.2)
-    before, kind = harness.RESULTS.read_bytes(), Kind("A", "300 s", "d")
-    keep_winners({"idea", "far", "tie", "dead", "hand", "new", "seed", "late"}, harness.read_results()[-2], kind)
-    lines = before.split(b"\n")
-    line = lines.pop(3)  # after the header: the second row of the idea
-    kept = line.replace(b"discard", b"keep")
-    lines.remove(b"\xff no row")
-    assert kept.endswith(b"night")
-    assert harness.RESULTS.read_bytes().split(b"\n") == [*lines[:-1], kept, b"\xff no row", b""]
-
-
-def test_an_idea_with_several_seeds_stays_kept_only_if_its_mean_is_better(played):
-    """Rows that are not of these runs, such as one that somebody has kept, stay as they are."""
-    scores = {"base": (1.3, 1.4, 1.5), "lucky": (1.2, 1.6, 1.5), "fine": (1.2, 1.41, 1.5), "one": (1.2,)}
+def test_ideas_are_kept_by_their_mean_over_the_seeds_that_they_share_with_the_reference(played):
+    """Whichever ended first. Other rows, and what is no row, stay as they are."""
+    scores = {"base": (1.3, 1.4, 1.5), "lucky": (1.2, 1.6, 1.5), "fine": (1.2, 1.41, 1.5), "one": (1.2,), "tie": (1.3,)}
+    scores["early"] = (1.31, 1.31)
     for name, bpb in scores.items():
         for seed, val_bpb in enumerate(bpb):
             row = dict(gpu="A", memory_gb=1.0, dataset="d", description=name, seed=seed, commit=name[0])
-            harness.log_result(val_bpb=val_bpb, to_beat=scores["base"][seed], **row)
+            to_beat = 0.0 if name == "early" else scores["base"][seed]
+            harness.log_result(val_bpb=val_bpb, to_beat=to_beat, **row)
     row = dict(gpu="A", memory_gb=1.0, dataset="d")
     harness.log_result(val_bpb=1.35, description="lucky", commit="l", to_beat=9.0, **row)
     harness.log_result(val_bpb=0, description="fine", seed=3, commit="f", reason="x", **row)
-    runs = {rows.run_name(row) for row in harness.read_results()[:-2]}
-    discard_by_mean(runs, "b", Kind("A", "300 s", "d"))
+    harness.log_result(val_bpb=1.1, description="far", commit="o", to_beat=0.0, **row | {"gpu": "B"})
+    runs = {rows.run_name(row) for row in harness.read_results()[:-3]} | {("o", 42)}
+    with open(harness.RESULTS, "ab") as file:
+        file.write(b"\xff no row\n")
+    judge(runs, "b", Kind("A", "300 s", "d"))
+    names = [told(row) for row in harness.read_results()]
     status = {told(row): row["status"] for row in harness.read_results()}
-    assert status["lucky, seed 0"] == "discard" and status["lucky"] == status["fine, seed 0"] == "keep"
-    assert status["one, seed 0"] == "keep"
+    assert status["lucky, seed 0"] == "discard" and status["lucky"] == status["one, seed 0"] == "keep"
+    assert {status[f"fine, seed {seed}"] for seed in range(3)} == {status["early, seed 0"], status["early, seed 1"]}
+    assert status["early, seed 0"] == "keep" and status["tie, seed 0"] == status["far"] == "discard"
+    assert names[-4:] == ["fine, seed 1", "fine, seed 2", "early, seed 0", "early, seed 1"]
+    before = harness.RESULTS.read_bytes()
+    judge(runs, "b", Kind("A", "300 s", "d"))
+    assert harness.RESULTS.read_bytes() == before and b"\xff no row\n" in before
 
 
 def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(played):
@@ -451,12 +440,12 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
     (tmp_path / "base").touch()
     output = clone.finish(clone.wave(*three))
     assert output.startswith("4 runs, 2 more")
-    expected = {"base, seed 0": "keep", "base, seed 5": "keep", "idea, seed 0": "discard", "idea, seed 5": "keep"}
+    expected = {"base, seed 0": "keep", "base, seed 5": "keep", "idea, seed 0": "keep", "idea, seed 5": "keep"}
     assert clone.scores() == expected | typos
     names = [*clone.scores()]
     assert names.index("base, seed 5") < names.index("idea, seed 5"), "so that the idea is the last one kept"
     assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds, cpu", output, re.M)
-    assert re.search(r"^1\.530000 \+-0\.21000  -0\.020000 \+-0\.04000 .* discard\+keep .* idea, 2 seeds", output, re.M)
+    assert re.search(r"^1\.530000 \+-0\.21000  -0\.020000 \+-0\.04000 .* keep .* idea, 2 seeds", output, re.M)
 
 
 @pytest.mark.slow
