@@ -27,7 +27,6 @@ from prepare import PrepareError
 CRASHED = 10  # crashes in a row that end the loop
 PAUSE, LONGEST = 30, 1800  # seconds after an agent in vain, and after many: limits of providers last for hours
 SHOWN = 5  # refused proposals that the prompt shows
-TROUBLE = 600  # seconds after the hours from which on the loop ends if git fails
 
 
 def loop(args: argparse.Namespace) -> None:
@@ -92,7 +91,7 @@ class Loop:
                 if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
-                if self.hours_left() < -TROUBLE / 3600 and not self.trainer.pending:
+                if self.hours_left() < 0 and not self.trainer.pending:
                     print("what waits is left for the next loop")
                     return
                 sleep(1)

@@ -1019,7 +1019,7 @@ SECTIONS = [
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
         ('            self.rows.pop(0)', '            self.rows.clear()'),
-        ("if self.hours_left() < -TROUBLE / 3600 and", "if False and"),
+        ("if self.hours_left() < 0 and not", "if False and not"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
         ("if AGAIN in item[0].description]", "]"),
         ("if AGAIN in item[0].description]", "if False]"),

@@ -253,16 +253,6 @@ def test_what_was_kept_on_another_branch_before_the_reference_is_still_an_idea(p
     assert ("side, seed 1", "keep") in played.statuses()
 
 
-def test_a_wave_that_was_interrupted_before_its_reference_ended_still_judges_what_ended_first(played, capsys):
-    played.commit(base="result(1.3)", idea="result(1.2)", worse="result(1.4)")
-    played.shell("git checkout -q base")
-    for name, val_bpb, to_beat in (("idea", 1.2, 0.0), ("worse", 1.4, 0.0), ("base", 1.3, math.inf)):
-        played.log(name, val_bpb, to_beat=to_beat)
-    played.wave("idea", "worse")
-    assert "0 runs, 3 more have a score" in capsys.readouterr().out
-    assert played.statuses() == [("worse", "discard"), ("base", "keep"), ("idea", "keep")]
-
-
 def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(played, capsys):
     score = "result(1.3 if __import__('os').path.exists('there') else 1 / 0)"
     played.commit(base=score, idea="result(1.2)", worse="result(1.4)")
