@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ SCRATCH = "t4-night-"  # prefix of temporary folders
 LOG_END = 2**15  # bytes of a run's output that are kept, to show its last lines
 LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
-PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
+PATIENCE = 30  # seconds for all of it to end once it is killed, including its guard's patience with train.py
 # for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
@@ -34,7 +33,7 @@ class Checkout:
         command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
         self.folder, self.output = Path(self.scratch.name), bytearray()
-        self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
+        self.until, self.killed = time.monotonic() + limit + GRACE, False
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", self.folder], input=archive, check=True)
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -56,18 +55,15 @@ class Checkout:
         self.until = 0.0
 
     def at_work(self) -> bool:
-        """Whether the command, or what it started, still runs. After its limit, or `stop`, it gets SIGTERM, then
-        SIGKILL. What survives this, as it waits for a dead disk, is left alone."""
-        if self.process.poll() is not None:
-            if not self.reader.is_alive():
-                return False
-            if self.signals:  # it was killed: its guard ends the rest
-                self.signals, self.until = [], time.monotonic() + PATIENCE
+        """Whether the command, or what it started, still runs. After its limit, or `stop`, it is killed, upon which its
+        guard ends the rest. What survives this, as it waits for a dead disk, is left alone."""
+        if self.process.poll() is not None and not self.reader.is_alive():
+            return False
         if time.monotonic() > self.until:
-            if not self.signals:
+            if self.killed:
                 return False
-            self.process.send_signal(self.signals.pop(0))
-            self.until = time.monotonic() + PATIENCE
+            self.process.kill()
+            self.killed, self.until = True, time.monotonic() + PATIENCE
         return True
 
     def result(self) -> tuple[str, list[str], str, dict[str, bytes]]:
