@@ -87,10 +87,11 @@ def test_a_lost_node_gives_its_runs_to_others_once(clone, cluster, tmp_path):
     rows = {told(row): (row["gpu"], row["budget"], row["val_bpb"]) for row in clone.rows()[3:]}
     expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
     assert rows == {name: ("cpu", "9 s", val_bpb) for name, val_bpb in expected.items()}
-    wave = clone.wave("long", f"--address={cluster.cluster.address}")
-    began(3)
-    wave.kill()
-    assert clone.all_gone(runs=True)
+    for times, end in ((3, signal.SIGINT), (4, signal.SIGKILL)):
+        wave = clone.wave("long", f"--address={cluster.cluster.address}")
+        began(times)
+        wave.send_signal(end)
+        assert wave.wait(60) in (130, -signal.SIGKILL) and clone.all_gone(runs=True)
 
 
 def test_all_nodes_must_have_the_dataset_and_gpus_of_one_model(monkeypatch):

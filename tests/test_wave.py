@@ -221,16 +221,6 @@ def test_ideas_are_kept_by_their_mean_over_the_seeds_that_they_share_with_the_re
     assert harness.RESULTS.read_bytes() == before and b"\xff no row\n" in before
 
 
-def test_a_wave_with_several_seeds_leaves_what_was_kept_earlier_in_the_night(played):
-    played.commit(base="result(1.3)", idea="result(1.2)")
-    played.shell("git checkout -q base")
-    played.wave("idea")
-    played.shell("git checkout -q idea")
-    played.wave("base", "--seeds=42,1")
-    earlier, now = [("base", "keep"), ("idea", "keep")], [("base, seed 1", "discard"), ("idea, seed 1", "keep")]
-    assert sorted(played.statuses()) == sorted(earlier + now)
-
-
 def test_an_earlier_reference_in_a_wave_is_compared_and_stays_behind(played):
     """Though it is better with one seed, whether it has that row already or gets it now."""
     played.commit(base="import sys\nresult(1.3 if '--seed=1' not in str(sys.argv) else 1.1)", idea="result(1.2)")
