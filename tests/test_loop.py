@@ -797,7 +797,7 @@ class Loop(Clone):
         self.agent.write_text(AGENT)
         source = folder / "night" / "loop.py"
         source.write_text(source.read_text().replace("PAUSE, LONGEST = 30,", "PAUSE, LONGEST = 0,"))
-        self.run("git commit -qam impatient")
+        self.run("git commit -qam impatient; git tag impatient")
         self.commit(base=BODY)
 
     def loop(self, *words: str, args=()) -> subprocess.Popen:
@@ -865,7 +865,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
     assert 2**20 < max(path.stat().st_size for path in folder.glob("*/agent.log")) < 1.1e6
 
-    assert loop.run("git status --porcelain") == "" and loop.run("git diff main --name-only") == "train.py\n"
+    assert loop.run("git status --porcelain") == "" and loop.run("git diff impatient --name-only") == "train.py\n"
     history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
     *_, kept = (row for row in loop.rows() if row["commit"] in history)
     assert loop.best() == kept["commit"] and loop.run(f"git diff {kept['commit']} HEAD -- train.py") == ""
