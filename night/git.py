@@ -4,6 +4,7 @@ What is not meant for people lies under refs/night/, where `git branch` does not
 is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
 """
 
+import subprocess
 import tempfile
 import warnings
 from contextlib import suppress
@@ -32,7 +33,10 @@ def branch() -> str:
 
 def commit_of(revision: str) -> str:
     """A revision's 7-digit commit hash. Raises PrepareError if there is none."""
-    return revisions([revision])[0][0]
+    try:
+        return git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")[:7]
+    except subprocess.CalledProcessError:
+        raise PrepareError(f"there is no commit {revision}") from None
 
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:

@@ -190,7 +190,7 @@ class Loop:
             self.in_vain, self.next_ask = 0, monotonic()
         elif agent.asked >= self.next_ask:
             self.in_vain += 1
-            self.next_ask = monotonic() + min(PAUSE * (2 ** min(self.in_vain, 30) - 1), LONGEST)
+            self.next_ask = monotonic() + min(PAUSE * (2**self.in_vain - 1), LONGEST)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""

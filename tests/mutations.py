@@ -448,7 +448,6 @@ SECTIONS = [
         ("'s' * (n > 1)", "'s' * n"),
     ]),
     ("Agents that fail", "night/loop.py", ["test_loop.py", "-k", "half_an or together"], [
-        ("2 ** min(self.in_vain, 30)", "2 ** self.in_vain"),
         ('idea = agent.idea() + f" (exit status {code})" * bool(code)', "idea = agent.idea()"),
     ]),
     ("What git is told", "harness/git.py", ["test_attribute.py", "-k", "told"], [
@@ -926,7 +925,7 @@ SECTIONS = [
         ("(folder / name).write_bytes(content)", "pass"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "crash_of"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "a_killed_wave"], [
         ("while self.todo and len(self.pending) < self.slots:", "while self.todo:"),
     ]),
     ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal or gpus_that"], [

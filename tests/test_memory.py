@@ -97,7 +97,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     with pytest.raises(prepare.PrepareError, match=r"no row of .* has a loss curve in runs/"):
         shutil.rmtree(records.RUNS)
         plot.plot(argparse.Namespace(revisions=["base"]))
-    with pytest.raises(prepare.PrepareError, match="bad revision"):
+    with pytest.raises(prepare.PrepareError, match="there is no commit basis"):
         plot.plot(argparse.Namespace(revisions=["basis"]))
 
 
