@@ -30,7 +30,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parser.set_defaults(per_gpu=1, again=False, locked=False)
+    parser.set_defaults(per_gpu=1, locked=False)
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()
@@ -56,12 +56,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
     add("--hours", type=float, default=8.0, help="length of the night (8)")
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
-    add("--patience", type=positive, metavar="N", help="end after this many without a gain")
-    text = "pause after a failed or refused proposal (30); 2, 3, ... in a row: 3, 7, ... times it"
-    add("--pause", type=float, default=30, metavar="SECONDS", help=text)
     add("--report", action="store_true", help="write a report at the end")
-    again = argparse.ArgumentParser(add_help=False)
-    again.add_argument("--again", action="store_true", help="repeat runs that already have a row")
 
     def command(function, *parents, help: str) -> Callable:
         name = function.__name__.replace("print_", "")
@@ -75,7 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = command(keep, budget, help="set the status of a commit's last row to keep")
     add("revision", metavar="COMMIT")
     add("--discard", action="store_true", help="set all its rows to discard instead")
-    add = command(wave, many, again, help="train each git revision's train.py on a GPU of its own, all at once")
+    add = command(wave, many, help="train each git revision's train.py on a GPU of its own, all at once")
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
     text = "train each revision once with each of these seeds"
     add("--seeds", type=integers, default=[harness.SEED], metavar="N,N,...", help=text)
@@ -86,7 +81,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
     add("--list", action="store_true", help="only print the knobs and their ranges")
-    add = command(report, many, again, help="how much of the night's gain was luck?")
+    add = command(report, many, help="how much of the night's gain was luck?")
     add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
     add("--scale", action="store_true", help="also train both with two and four times the budget: does the gain last?")
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")

@@ -2,23 +2,19 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SCRATCH = "t4-night-"  # prefix of temporary folders
 LOG_END = 2**15  # bytes of a run's output that are kept, to show its last lines
-NEWS = 3  # seconds between two reads of a run's record
 LOOK = 0.05  # seconds between two checks whether it has ended
 GRACE = 120  # seconds beyond its limit for a supervised run, to start and to end
-PATIENCE = 30  # seconds for it to end after a signal, including its own patience with train.py
+PATIENCE = 30  # seconds for all of it to end once it is killed, including its guard's patience with train.py
 # for GNU's OpenMP and for Intel's: a thread that waits would take a core from another run
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
@@ -36,8 +32,8 @@ class Checkout:
         """archive: a tar; files: replace those in it; record: see harness.night_record; limit: in seconds, which the
         command keeps itself."""
         self.scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir="/tmp", ignore_cleanup_errors=True)
-        self.folder, self.sent, self.looked, self.output = Path(self.scratch.name), defaultdict(int), 0.0, bytearray()
-        self.until, self.signals = time.monotonic() + limit + GRACE, [signal.SIGTERM, signal.SIGKILL]
+        self.folder, self.output = Path(self.scratch.name), bytearray()
+        self.until, self.killed = time.monotonic() + limit + GRACE, False
         subprocess.run(["tar", "-x", "--exclude=results.tsv", "-C", self.folder], input=archive, check=True)
         for name, content in files.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -54,41 +50,29 @@ class Checkout:
             self.output.extend(text)
             del self.output[:-LOG_END]
 
-    def news(self, at_once: bool = False) -> Iterator[tuple[str, bytes]]:
-        """Name and new bytes of each file of its record, every NEWS seconds."""
-        if time.monotonic() < self.looked + NEWS and not at_once:
-            return
-        self.looked = time.monotonic()
-        for path in self.folder.glob("runs/*/*.*"):
-            with suppress(OSError), open(path, "rb") as file:
-                file.seek(self.sent[path])
-                if text := file.read():
-                    self.sent[path] += len(text)
-                    yield path.name, text
-
     def stop(self) -> None:
         """Lets `at_work` end it."""
         self.until = 0.0
 
     def at_work(self) -> bool:
-        """Whether the command, or what it started, still runs. After its limit, or `stop`, it gets SIGTERM, then
-        SIGKILL. What survives this, as it waits for a dead disk, is left alone."""
-        if self.process.poll() is not None:
-            if not self.reader.is_alive():
-                return False
-            if self.signals:  # it was killed: its guard ends the rest
-                self.signals, self.until = [], time.monotonic() + PATIENCE
+        """Whether the command, or what it started, still runs. After its limit, or `stop`, it is killed, upon which its
+        guard ends the rest. What survives this, as it waits for a dead disk, is left alone."""
+        if self.process.poll() is not None and not self.reader.is_alive():
+            return False
         if time.monotonic() > self.until:
-            if not self.signals:
+            if self.killed:
                 return False
-            self.process.send_signal(self.signals.pop(0))
-            self.until = time.monotonic() + PATIENCE
+            self.process.kill()
+            self.killed, self.until = True, time.monotonic() + PATIENCE
         return True
 
-    def result(self) -> tuple[str, list[str], str]:
-        """Its rows, the last lines of its output, and what to log if there is no row."""
-        rows = ""
+    def result(self) -> tuple[str, list[str], str, dict[str, bytes]]:
+        """Its rows, the last lines of its output, what to log if there is no row, and its own record's files."""
+        rows, files = "", {}
         with suppress(OSError):  # train.py may do anything to it
             rows = (self.folder / "results.tsv").read_text("utf-8", errors="replace")
+        for path in self.folder.glob("runs/*/*.*"):
+            with suppress(OSError):
+                files[path.name] = path.read_bytes()
         reason = "does not end" if self.process.poll() is None else "no row"
-        return rows, self.output.decode(errors="replace").splitlines()[-12:], reason
+        return rows, self.output.decode(errors="replace").splitlines()[-12:], reason, files

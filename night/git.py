@@ -95,11 +95,8 @@ def commit_train(parent: str, text: bytes, subject: str, place: str) -> str:
 
 def create_ref(ref: str, commit: str) -> None:
     """Raises CalledProcessError if there is such a ref to another commit."""
-    try:
+    if git("rev-parse", "-q", "--verify", ref, check=False) != git("rev-parse", commit):
         git("update-ref", ref, commit, "")
-    except subprocess.CalledProcessError:
-        if git("rev-parse", "-q", "--verify", ref) != git("rev-parse", commit):
-            raise
 
 
 def move_branch(name: str, commit: str, before: str) -> None:

@@ -24,10 +24,9 @@ from night.statuses import set_status
 from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
-REFUSED = 5  # refused edits in a row that end the loop
 CRASHED = 10  # crashes in a row that end the loop
-LONGEST = 1800  # seconds: the longest pause between agents that fail; limits of providers last for hours
-TROUBLE = 600  # seconds after the hours from which on the loop ends if git fails
+PAUSE, LONGEST = 30, 1800  # seconds after an agent in vain, and after many: limits of providers last for hours
+SHOWN = 5  # refused proposals that the prompt shows
 
 
 def loop(args: argparse.Namespace) -> None:
@@ -42,13 +41,13 @@ def loop(args: argparse.Namespace) -> None:
     (base,) = revisions([reference(kind)])
     print_doubts([base[0]])
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
-    night.noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
+    noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*version) for version in [base, *night.noise.items()]], base)[0]["status"] == "crash":
+        if trainer.train([run_of(*version) for version in [base, *noise.items()]], base)[0]["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
-        for commit in night.noise:
+        for commit in noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
         trainer.begin()
         night.work()
@@ -71,19 +70,17 @@ class Loop:
         several = len(args.agent) > 1
         self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
         self.agents: list[agents.Agent] = []
-        self.queue: list[tuple[Run, tuple[str, str]]] = []  # for the trainer, when it has a free slot
         self.rows: list[dict] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
         self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
-        self.resumed, self.noise = False, {}  # see `noise_versions`
+        self.resumed = False
         self.trained = self.crashed = 0  # runs of this night; crashes in a row
-        self.refused = self.failed = 0  # in a row: edits that were refused, agents that made none
-        self.busy = 0.0  # seconds with a run, summed over slots
-        self.start = self.now = self.next_ask = monotonic()
+        self.in_vain = 0  # agents in a row whose proposal is not trained
+        self.start = self.next_ask = monotonic()
 
     def work(self) -> None:
         """Turn by turn; what fails in one, such as a git call while somebody's git holds a lock, is tried again."""
-        self.start = self.now = monotonic()  # hours and busy seconds count from here, without the reference's runs
+        self.start = monotonic()  # the hours count from here, without the reference's runs
         said = ""
         while True:
             try:
@@ -94,7 +91,7 @@ class Loop:
                 if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
-                if self.hours_left() < -TROUBLE / 3600 and not self.trainer.pending:
+                if self.hours_left() < 0 and not self.trainer.pending:
                     print("what waits is left for the next loop")
                     return
                 sleep(1)
@@ -106,8 +103,6 @@ class Loop:
             if self.crashed < CRASHED:  # else the loop is about to end
                 self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
             self.rows.append(row)
-        before, self.now = self.now, monotonic()
-        self.busy += (self.now - before) * len(self.trainer.pending)
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}, which is not checked out")
         if not self.resumed:
@@ -117,34 +112,26 @@ class Loop:
             self.rows.pop(0)
         if self.over():
             self.end_agents()
+            todo = self.trainer.todo  # what an agent has proposed is left to the next loop
+            todo[:] = [item for item in todo if AGAIN in item[0].description]
         for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
             self.judge(agent)
         self.gains.advance(bool(self.trainer.pending), bool(self.over()))
-        self.fill()
+        self.trainer.fill()
         while self.may_ask():
             self.ask()
         if not self.trainer.pending:
             sleep(0.2)
         return bool(self.trainer.pending or self.gains or not self.over())
 
-    def fill(self) -> None:
-        """Submits runs while slots are free. When the night is over, only merged gains, which are spread over all GPUs
-        if they are few: the next loop trains what remains."""
-        trainer, over = self.trainer, self.over()
-        due = [item for item in self.queue if AGAIN in item[0].description or not over]
-        runs = len(trainer.pending) + len(due) if over else trainer.slots
-        for item in due[: trainer.slots - len(trainer.pending)]:
-            trainer.submit(*item, trainer.per_gpu(runs))
-            self.queue.remove(item)
-
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""
-        return [*self.trainer.pending, *(run for run, _ in self.queue)]
+        return [*self.trainer.pending, *(run for run, _ in self.trainer.todo)]
 
     def resume(self) -> None:
         """Trains and settles what an earlier loop left unfinished."""
         known = grouped(self.kind.rows(), lambda row: row["commit"])
-        self.queue, self.trained = [], 0
+        self.trained, self.trainer.todo = 0, []
         for commit, (n, base, subject) in proposals.accepted(self.branch).items():
             rows = known.get(commit, [])
             self.trained += bool(rows)
@@ -166,17 +153,7 @@ class Loop:
             return "the hours are over"
         if args.runs and self.trained >= args.runs:
             return f"{self.trained} runs"
-        if args.patience and not (self.gains or self.gains.merging()) and self.dry() >= args.patience:
-            return f"{args.patience} experiments without a gain"
-        if self.crashed >= CRASHED:
-            return f"{CRASHED} runs in a row crashed"
-        return f"{REFUSED} proposals in a row were refused" if self.refused >= REFUSED else ""
-
-    def dry(self) -> int:
-        """Experiments since the last gain."""
-        rows = [row for row in self.kind.rows() if row["commit"] not in self.noise]
-        kept = {row["commit"] for row in in_history(rows) if row["status"] == "keep"}
-        return next((i for i, row in enumerate(reversed(rows)) if row["commit"] in kept), len(rows))
+        return f"{CRASHED} runs in a row crashed" if self.crashed >= CRASHED else ""
 
     def may_ask(self) -> bool:
         """Whether to ask now. Agents think while GPUs train, but at most one proposal per agent may wait for a GPU."""
@@ -190,13 +167,13 @@ class Loop:
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
-        refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-REFUSED:]
-        text = agents.prompt(self.args, self.kind, rows, self.hours_left(), self.dry(), now, refused)
+        refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-SHOWN:]
+        text = agents.prompt(self.args, self.kind, rows, self.hours_left(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
     def judge(self, agent: agents.Agent) -> None:
-        """Submits an ended agent's proposal, or says why not. Refused edits in a row end the loop; agents that fail are
-        asked again after a pause. Of agents that fail together, as by their provider's limit, one counts."""
+        """Submits an ended agent's proposal, or says why not and pauses. Of agents that fail together, as by their
+        provider's limit, one counts."""
         trains = False
         if reason := agent.failure(self.args.agent_limit):
             proposals.note(agent.n, f"failed: {reason}")
@@ -210,20 +187,18 @@ class Loop:
         self.agents.remove(agent)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
         if trains:
-            self.refused, self.failed, self.next_ask = 0, 0, monotonic()
+            self.in_vain, self.next_ask = 0, monotonic()
         elif agent.asked >= self.next_ask:
-            self.refused, self.failed = (self.refused, self.failed + 1) if reason else (self.refused + 1, 0)
-            pause = self.args.pause * (2 ** min(self.refused + self.failed, 30) - 1)
-            self.next_ask = monotonic() + min(pause, LONGEST)
+            self.in_vain += 1
+            self.next_ask = monotonic() + min(PAUSE * (2**self.in_vain - 1), LONGEST)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
             (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
-        rows = self.kind.rows()
-        known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
-        if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
+        known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.runs()}
+        if reason := reason or proposals.fault(before, text, known):
             proposals.note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
@@ -234,7 +209,8 @@ class Loop:
         item = run_of(commit, subject), revisions([base])[0]
         proposals.note(n, f"trains as {commit}")
         self.proposed[commit] = n, base
-        self.queue.insert(0 if AGAIN in subject else len(self.queue), item)
+        todo = self.trainer.todo
+        todo.insert(0 if AGAIN in subject else len(todo), item)
 
     def end_agents(self) -> None:
         for agent in self.agents:
@@ -245,15 +221,8 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        count = proposals.count_verdicts()
-        failed = count.pop("failed", 0)
-        found = ", ".join(f"{count[word]} {word}" for word in ("keep", "discard", "crash", "refused"))
-        reason, now = "", ""
+        found = ", ".join(f"{number} {word}" for word, number in proposals.count_verdicts().items())
+        text = f"\n{self.over() or 'ended early'}: proposals so far: {found or 'none'}.\n"
         with suppress(subprocess.CalledProcessError):
-            reason, now = self.over(), f"The reference is now {reference(self.kind)}. "
-        text = f"\n{reason or 'ended early'}: {sum(count.values())} proposals so far, {found}"
-        text += f", {count['trains']} not trained" + f"; {failed} agents made no edit" * bool(failed) + ".\n"
-        if self.busy:
-            hours, used = (monotonic() - self.start) / 3600, self.busy / 3600 / self.trainer.slots
-            text += f"{hours:.2f} hours; the GPUs were in use {used / hours:.0%} of the time.\n"
-        return f"{text}{now}How much is luck? python -m night report"
+            text += f"The reference is now {reference(self.kind)}. "
+        return f"{text}How much is luck? python -m night report"

@@ -1,10 +1,9 @@
 """Where runs are trained: `Local` is this machine, without Ray; night/ray_pool.py is a cluster.
 
-A pool has `gpus` and `slots` (how many), and queues what is submitted. `events` yields what happens within half a
-second. `close` ends all runs; they end with this process in any case.
+A pool trains up to `slots` runs at once: `submit` starts one, `ended` yields those that end within half a second,
+`close` ends all. They end with this process in any case.
 """
 
-import functools
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import harness
 import prepare
 from night.checkout import LOOK, Checkout, environment
-from night.git import ROOT, archive
+from night.git import ROOT
 from prepare import PrepareError
 
 ANSWER = 300  # seconds for the GPUs to answer, including loading PyTorch from a slow disk
@@ -47,25 +46,12 @@ def label(run: dict) -> str:
     return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
 
 
-class Started(NamedTuple):
-    run: Run
-    where: str  # host and GPU
-
-
-class News(NamedTuple):
-    """New bytes of a file of the run's record."""
-
-    run: Run
-    name: str
-    text: bytes
-
-
 class Ended(NamedTuple):
     run: Run
     rows: str  # what it wrote to results.tsv
     tail: list[str]  # last lines of its output
     reason: str  # what to log if there is no row
-    lost: bool = False  # with its worker or node
+    record: dict[str, bytes]  # the files of its record, if it had no access to the clone's
 
 
 def our_files(locked: bool) -> dict[str, bytes]:
@@ -89,65 +75,53 @@ def gpu_names(imitates: str | None) -> list[str]:
     return [line.removeprefix("gpu\t") for line in asked.stdout.splitlines() if line.startswith("gpu\t")]
 
 
+def one_model(names: list[str]) -> str:
+    """The model of all GPUs, whose names these are. Raises PrepareError if there are several."""
+    if len({*names}) > 1:
+        raise PrepareError(f"scores compare on GPUs of one model only, not on {', '.join(sorted({*names}))}")
+    return names[0]
+
+
 class Local:
     """This machine: a slot per GPU, times `per_gpu`; without a GPU, the CPU is one."""
 
     def __init__(self, gpus: list[str], per_gpu: int, limit: float, locked: bool = False):
         """gpus: their names in CUDA_VISIBLE_DEVICES. limit: seconds after which a run ends itself."""
         self.free, self.limit = (gpus or [""]) * per_gpu, limit
-        self.gpus, self.slots = len(gpus) or 1, len(self.free)
-        self.archive, self.files = functools.lru_cache(8)(archive), our_files(locked)
-        self.queue, self.active = [], {}
+        self.slots, self.files = len(self.free), our_files(locked)
+        self.active, self.failed = {}, []
 
-    def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
-        """Queues a Python command on the run's commit. per_gpu: how many runs share a GPU and its part of the cores."""
-        self.queue.append((run, command, record, per_gpu))
+    def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
+        """Starts a Python command in a checkout of a commit's files, `packed` as a tar, on the GPU with the fewest
+        runs. record: see harness.night_record."""
+        gpu = max(self.free, key=self.free.count)
+        env = self.environment() | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        try:
+            self.active[run] = gpu, Checkout(packed, self.files, command, record, env, self.limit)
+            self.free.remove(gpu)
+        except (OSError, subprocess.SubprocessError) as error:  # disk full
+            self.failed.append(Ended(run, "", [], type(error).__name__, {}))
 
-    def events(self) -> Iterator[Started | News | Ended]:
+    def environment(self) -> dict[str, str]:
+        usable = len(os.sched_getaffinity(0))
+        return environment(os.environ, max(1, usable // self.slots), usable)
+
+    def ended(self) -> Iterator[Ended]:
         until = time.monotonic() + 0.5
-        while self.queue or self.active:
-            found = [*self.start(), *self.look()]
-            yield from found
-            if found or time.monotonic() > until:
+        while not (over := [run for run, (_, work) in self.active.items() if not work.at_work()]):
+            if self.failed or not self.active or time.monotonic() > until:
                 break
             time.sleep(LOOK)
-
-    def start(self) -> Iterator[Started | Ended]:
-        while self.queue and self.free:
-            run, command, record, per_gpu = self.queue[0]
-            packed = self.archive(run.commit)  # before it leaves the queue: git may fail for a while
-            self.queue.pop(0)
-            gpu = max(self.free, key=self.free.count)  # the one with the fewest runs
-            env = self.environment(gpu, per_gpu)
-            try:
-                checkout = Checkout(packed, self.files, command, record, env, self.limit)
-            except (OSError, subprocess.SubprocessError) as error:  # disk full
-                yield Ended(run, "", [], type(error).__name__)
-                continue
-            self.free.remove(gpu)
-            self.active[run] = gpu, checkout
-            yield Started(run, os.uname().nodename + f" GPU {gpu}" * bool(gpu))
-
-    def environment(self, gpu: str, per_gpu: int) -> dict[str, str]:
-        usable = len(os.sched_getaffinity(0))
-        env = environment(os.environ, max(1, usable // (self.gpus * per_gpu)), usable)
-        return env | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
-
-    def look(self) -> Iterator[News | Ended]:
-        for run, (gpu, checkout) in [*self.active.items()]:
-            over = not checkout.at_work()
-            for name, text in checkout.news(at_once=over):
-                yield News(run, name, text)
-            if over:
-                del self.active[run]
-                self.free.append(gpu)
-                yield Ended(run, *checkout.result())
-                checkout.scratch.cleanup()
+        while self.failed:
+            yield self.failed.pop()
+        for run in over:
+            gpu, work = self.active.pop(run)
+            self.free.append(gpu)
+            yield Ended(run, *work.result())
+            work.scratch.cleanup()
 
     def close(self) -> None:
-        self.queue.clear()
-        for _, checkout in self.active.values():
-            checkout.stop()
+        for _, work in self.active.values():
+            work.stop()
         while self.active:
-            list(self.look())
-            time.sleep(LOOK)
+            list(self.ended())

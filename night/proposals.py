@@ -22,17 +22,8 @@ REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # For the throw-away repository of a checkout, whatever the user has told git
-SETTINGS = """
-[user]
-name = night
-email = night@localhost
-[core]
-autocrlf = false
-attributesFile = /dev/null
-hooksPath = /dev/null
-[commit]
-gpgSign = false
-"""
+SETTINGS = "user.name=night user.email=night@localhost core.autocrlf=false core.attributesFile=/dev/null".split()
+SETTINGS += "core.hooksPath=/dev/null commit.gpgSign=false".split()
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
@@ -94,11 +85,11 @@ def checkout(work: Path, commit: str) -> dict[str, bytes]:
     files = archive(commit, *(name for name in names if not re.match(HIDDEN, name)))
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
-    options = dict(cwd=work, env=harness.clean_environment(), check=True)
-    subprocess.run(["git", "init", "-q", "--template="], **options)
-    with open(work / ".git" / "config", "a") as file:
-        file.write(SETTINGS)
-    subprocess.run("git add -A && git commit -q -m reference", shell=True, **options)
+    harness.run_git("init", "-q", "--template=", cwd=work)
+    for setting in SETTINGS:
+        harness.run_git("config", *setting.split("="), cwd=work)
+    harness.run_git("add", "-A", cwd=work)
+    harness.run_git("commit", "-q", "-m", "reference", cwd=work)
     return contents
 
 
@@ -112,20 +103,15 @@ def plain(path: Path) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------ what a proposal does
-def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
-    """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
+def fault(before: bytes, text: bytes, known: set[str]) -> str:
+    """Why this edit of `before` is not worth a run, or "". known: commits that have one."""
     if not text.strip():
         return "train.py is gone, empty or over 256 KiB"
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
     same = [commit for commit in known if program_of(commit) == program(text)]
-    if same:
-        return f"the same train.py as {same[0]}, but for comments and whitespace"
-    if live is not None and program(text, live) == program(before, live):
-        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
-        return f"it changes only sizes of other GPUs: {used}"
-    return ""
+    return f"the same train.py as {same[0]}, but for comments and whitespace" if same else ""
 
 
 def live_row(rows: list[dict]) -> int | None:
@@ -137,26 +123,15 @@ def live_row(rows: list[dict]) -> int | None:
     return None
 
 
-def program(text: bytes, live: int | None = None) -> str:
-    """Equal for files that differ in comments, docstrings and layout only. live: also in the sizes, but not the FLOP/s,
-    of other rows of SIZES; if SIZE is set, in any rows."""
+def program(text: bytes) -> str:
+    """Equal for files that differ in comments, docstrings and layout only."""
     if not (tree := parse(text)):
         return str(text.split())  # its words
     for node in ast.walk(tree):
         match getattr(node, "body", None):
             case [ast.Expr(ast.Constant(str())), *rest]:
                 node.body = rest
-        match node:
-            case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
-                kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
-                node.value.elts = [] if sets_size(tree) else kept
     return ast.dump(tree)
-
-
-def sets_size(tree: ast.Module) -> bool:
-    """Whether a train.py sets SIZE, which replaces SIZES."""
-    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache

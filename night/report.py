@@ -83,7 +83,9 @@ def gains(
             found[split] = interval([a - b for a, b in both], miss_of_look(look))
             add_line(f"{split}, mean of {len(both)} new seeds", both, f"{found[split][1]:.4f}")
     if not found:
-        raise PrepareError("fewer than two seeds succeeded with both revisions: see their rows; --again repeats them")
+        raise PrepareError(
+            "fewer than two seeds succeeded with both revisions: see their rows; the same command repeats them"
+        )
     *_, (split, (_, _, low, high)) = found.items()
     before = f"the report on {' and '.join(earlier)} has scored, too" if earlier else "no other report has scored"
     where = f"test, which {before}," if split == "test" else split

@@ -38,10 +38,11 @@ class ExpectedRow:
         self.needed = record.get("log") or not train_options(args)  # no row for a budget set by hand
         self.args, self.dataset = args, prepare.dataset_id()
         record["commit"], record["description"] = harness.git_head()
-        self.folder = Path(os.devnull)  # no file can be opened in it
-        with suppress(OSError):  # disk full: go on without a record
-            self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
-            record["folder"] = str(self.folder)
+        self.folder = Path(record.get("folder", os.devnull))
+        if not self.folder.is_dir():  # no pool has made one that this machine can see
+            with suppress(OSError):  # disk full: go on without a record
+                self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
+        record["folder"] = str(self.folder)
         self.record, self.copy = record, os.memfd_create("row")
         self.rows_before = len(self.own(harness.read_results()))
 
@@ -147,8 +148,7 @@ def guard(
     """Runs a command until it ends, its time is up, a signal comes or `parent` ends; then kills all that it started.
 
     Returns its exit status, the signal that came (SIGALRM: time was up; 0: none), and the last LOG_END bytes of output.
-    log: file for the first LOG_BYTES of it; with echo, which also prints all, for the end, too. begin: called in the
-    command's process.
+    log: file for the first LOG_BYTES of it and the end. echo: print it, too. begin: called in the command's process.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork
     end, signals = b"", []
@@ -178,7 +178,7 @@ def guard(
                 file.write(text[: max(0, LOG_BYTES - size)])
             end, size = (end + text)[-LOG_END:], size + len(text)
         with suppress(OSError), open(log, "ab") as file:
-            file.write(b"\n[...]\n" + end if echo and size > LOG_BYTES else b"")
+            file.write(b"\n[...]\n" + end if size > LOG_BYTES else b"")
 
     harness.handle_signals(stop)
     signal.signal(signal.SIGALRM, stop)

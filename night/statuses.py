@@ -33,30 +33,18 @@ def move_to_end(log: list[dict], rows: list[dict]) -> None:
     log[:] = [other for other in log if not any(other is row for row in rows)] + rows
 
 
-def keep_winners(ideas: Collection[str], base: dict, kind: Kind) -> None:
-    """Keeps ideas (commits) that ran with the seed of `base`, a row of the reference, ended before it and beat it:
-    their rows move to the end of the log."""
-    with harness.edit_log() as log:
-        held = list(filter(kind.holds, log))
-        rows = [row for row in held if row["seed"] == base["seed"]]
-        last = {run_name(row): i for i, row in enumerate(rows)}
-        end = last.get(run_name(base), 0)
-        new = {*ideas} - kept_before(held, base["commit"])
-        ended = [rows[i] for i in sorted(last.values()) if i < end and rows[i]["commit"] in new]
-        better = [row for row in ended if good([row], row["commit"]) and row["val_bpb"] < base["val_bpb"]]
-        move_to_end(log, change_status(better, "keep"))
-
-
-def discard_by_mean(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
-    """Discards ideas whose mean over several seeds is not below that of `base` with these: one seed may be lucky. runs:
-    see `run_name`."""
+def judge(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
+    """Keeps the ideas among these runs (see `run_name`) whose mean is below that of `base` with the same seeds, and
+    discards the others. Rows that are kept from now on move to the end of the log."""
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
         rows = [row for row in held if run_name(row) in runs]
-        for commit in {commit for commit, _ in runs} - kept_before(held, base) - {base}:
-            changes = [after - before for before, after in pairs(rows, base, commit)]
-            if len(changes) > 1 and statistics.mean(changes) >= 0:
-                change_status(good(rows, commit), "discard")
+        ideas = dict.fromkeys(row["commit"] for row in rows if row["commit"] != base)
+        for commit in [commit for commit in ideas if commit not in kept_before(held, base)]:
+            if changes := [after - before for before, after in pairs(rows, base, commit)]:
+                status = "keep" if statistics.mean(changes) < 0 else "discard"
+                changed = change_status([row for row in good(rows, commit) if row["status"] != status], status)
+                move_to_end(log, changed if status == "keep" else [])
 
 
 def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:

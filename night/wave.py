@@ -1,9 +1,9 @@
 """Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
 import argparse
+import functools
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ import harness
 import prepare
 from harness import crashed
 from harness.journal import journal_of
-from night.git import print_doubts, revisions
+from night.git import archive, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Local, News, Run, Started, gpu_names, label
+from night.pool import Ended, Local, Run, gpu_names, label, one_model
 from night.records import Board, end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
-from night.statuses import discard_by_mean, keep_winners
+from night.statuses import judge
 from prepare import PrepareError
 
 PAUSE = 10  # seconds until a full disk is tried again
@@ -58,7 +58,7 @@ def table(rows: list[dict], base: str) -> str:
 
 
 def start_pool(args: argparse.Namespace) -> tuple:
-    """The pool at args.address, or this machine's, on its most frequent GPU model; and the kind of row that runs get.
+    """The pool at args.address, or this machine's; and the kind of row that runs get.
 
     Raises PrepareError if another wave is at work."""
     # locked until this process ends; in the git directory, which no `git clean` touches
@@ -74,19 +74,9 @@ def start_pool(args: argparse.Namespace) -> tuple:
         pool = RayPool(args, kind.dataset)
         return pool, kind._replace(gpu=pool.model)
     names = gpu_names(args.gpu)
-    model = statistics.mode(names or ["cpu"])
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [gpu.strip() for gpu, name in zip(places.split(","), names, strict=False) if name == model]
-    for other in sorted({*names} - {model}):
-        print(f"no run on {other}: scores compare with those on {model} only")
-    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=model)
-
-
-def needs_no_repeat(row: dict, kind: Kind, base: str) -> bool:
-    """All but crashes of the reference, and rows of a report without a score on test."""
-    if crashed(row):
-        return row["commit"] != base
-    return not kind.report or row["test_bpb"] is not None
+    places = [gpu.strip() for gpu, _ in zip(places.split(","), names, strict=False)]
+    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=one_model(names or ["cpu"]))
 
 
 def is_logged(row: dict) -> bool:
@@ -96,14 +86,15 @@ def is_logged(row: dict) -> bool:
 
 
 class Trainer:
-    """Trains in a pool: `submit` queues a run, `ended` yields the rows of those that have ended, `train` does both."""
+    """Trains in a pool: `fill` starts what is in `todo`, `ended` yields rows of what has ended, `train` does both."""
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.pending = {}  # run: commit and subject of its `base`, the revision to beat
-        self.records = {}  # run that has started: folder of its record
-        self.lost = set()  # runs that were lost, and started again, once
+        self.todo = []  # runs that wait for a slot, each with its `base`: commit and subject of the revision to beat
+        self.pending = {}  # run: base
+        self.records = {}  # run: folder of its record
         self.stopped = []  # not empty after a signal
+        self.archive = functools.lru_cache(8)(archive)
 
     def begin(self, total: int = 0) -> None:
         """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
@@ -111,77 +102,52 @@ class Trainer:
         self.board = Board(total)
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
-        """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
+        """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
 
         A signal ends all runs and this process."""
-        rows = [row for row in self.kind.rows() if needs_no_repeat(row, self.kind, base[0])]
-        done = set() if self.args.again else {run_name(row) for row in rows}
+        rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
+        done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
-        todo = [run for run in runs if run.name not in done]
-        print(f"{len(todo)} runs, {len(runs) - len(todo)} more have a row already")
-        ideas = {run.commit for run in runs}
-        for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
-            keep_winners(ideas, row, self.kind)
-        per_gpu = self.per_gpu(len(todo))
-        self.begin(len(todo))
-        for run in todo:
-            self.submit(run, base, per_gpu)
-        while self.pending:
+        self.todo = [(run, base) for run in runs if run.name not in done]
+        print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
+        self.begin(len(self.todo))
+        while self.todo or self.pending:
+            self.fill()
             for run, row in self.ended():
                 if place(row) != self.kind.place():
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
-                if run.commit == base[0]:
-                    keep_winners(ideas, row, self.kind)
-        discard_by_mean({run.name for run in runs}, base[0], self.kind)
+        judge({run.name for run in runs}, base[0], self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
-    def per_gpu(self, runs: int) -> int:
-        """How many of so many runs each GPU should take."""
-        return min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))
+    def fill(self) -> None:
+        """Starts what waits while slots are free."""
+        while self.todo and len(self.pending) < self.slots:
+            self.start(*self.todo[0])
+            self.todo.pop(0)
 
-    def submit(self, run: Run, base: tuple[str, str], per_gpu: int | None = None) -> None:
-        """Queues a run. base: what it has to beat. per_gpu: how many a GPU should take, if fewer than it could."""
-        args = self.args
+    def start(self, run: Run, base: tuple[str, str]) -> None:
+        args, packed = self.args, self.archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        self.pool.submit(run, command, record, per_gpu or args.per_gpu)
+        with suppress(OSError):  # the run goes on without a record
+            self.records[run] = new_record(*run.name, args.gpu, args.budget)
+            record["folder"] = str(self.records[run])
+        self.pool.submit(run, packed, command, record)
         self.pending[run] = base
+        print(f"start    {run}")
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
-        """Logs and yields the rows of runs that end within half a second; also prints starts and copies records.
+        """Logs and yields the rows of runs that end within half a second.
 
         After a signal, ends all runs, then this process with status 130."""
-        for event in self.pool.events():
-            run = event.run
+        for result in self.pool.ended():
             if self.stopped:  # it may have ended a run, too
                 break
-            if isinstance(event, Started):
-                print(f"start    {run} on {event.where}")
-                with suppress(OSError):  # the run goes on without a record
-                    self.records[run] = new_record(*run.name, self.args.gpu, self.args.budget)
-            elif isinstance(event, News):
-                with suppress(KeyError, OSError), (self.records[run] / event.name).open("ab") as file:
-                    file.write(event.text)
-            else:
-                base = self.pending.pop(run)
-                if folder := self.records.pop(run, None):
-                    end_record(folder, event.reason)
-                if event.lost and run not in self.lost:
-                    print(f"lost     {run}: starting it again")
-                    self.lost.add(run)
-                    self.submit(run, base)
-                    continue
-                while True:
-                    row, text = log_row(run, self.kind, base, event.rows, event.tail, event.reason)
-                    if self.stopped or is_logged(row):
-                        break
-                    time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
-                print(text)
-                yield run, row
-        self.board.update([*self.records.values()], len(self.pending))
+            yield result.run, self.log(result, self.pending.pop(result.run))
+        self.board.update([*self.records.values()], len(self.pending) + len(self.todo))
         if self.stopped:
             print("interrupted: the same command continues")
             for folder in self.records.values():
@@ -189,11 +155,26 @@ class Trainer:
             self.pool.close()
             sys.exit(130)
 
+    def log(self, result: Ended, base: tuple[str, str]) -> dict:
+        """Logs a run's row, and keeps its record."""
+        if folder := self.records.pop(result.run, None):
+            for name, content in result.record.items():
+                with suppress(OSError):
+                    (folder / name).write_bytes(content)
+            end_record(folder, result.reason)
+        while True:
+            row, text = log_row(result.run, self.kind, base, result.rows, result.tail, result.reason)
+            if self.stopped or is_logged(row):
+                break
+            time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
+        print(text)
+        return row
+
 
 def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
-    An idea that ends before the reference is a `discard` until `keep_winners` judges it."""
+    An idea that ends before the reference is a `discard` until `judge` has its say."""
     gpu, _, dataset = kind.place()
     row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
     with suppress(ValueError):

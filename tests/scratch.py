@@ -8,7 +8,7 @@ import harness
 from night import git as night_git
 from night import proposals, records
 from night.git import read_train
-from night.pool import Ended, News, Run, Started
+from night.pool import Ended, Run
 from night.records import Board
 from night.rows import Kind
 from night.wave import Trainer
@@ -16,34 +16,32 @@ from night.wave import Trainer
 
 class StubPool:
     """A run begins at one look and ends at the next, with what its train.py calls `result` with: val_bpb, and the score
-    on test. That file can ask for `seed` and `news`, a function that takes name and bytes of a file of the record.
+    on test. That file can ask for `seed` and `options`, the words of its command.
 
     user: what somebody does meanwhile, a step per look. trained: runs that have ended.
     """
 
-    gpus, limit = 1, 600.0
+    limit = 600.0
 
     def __init__(self, kind: Kind, folder: Path, slots: int = 2):
         self.kind, self.log, self.slots, self.user = kind, folder / "row.tsv", slots, iter(())
         self.queue, self.active, self.trained, self.tokens_M = [], {}, [], 1.5
 
-    def submit(self, run: Run, command: list[str], record: dict, per_gpu: int) -> None:
+    def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
         self.queue.append((run, record, command))
+        assert len(self.queue) + len(self.active) <= self.slots
 
-    def events(self) -> Iterator[Started | News | Ended]:
+    def ended(self) -> Iterator[Ended]:
         next(self.user, None)
         for run, text in [*self.active.items()]:
             del self.active[run]
             self.trained.append(run)
-            yield Ended(run, text, [], "no row")
-        while self.queue and len(self.active) < self.slots:
+            yield Ended(run, text, [], "no row", {})
+        while self.queue:
             run, record, options = self.queue.pop(0)
-            yield Started(run, "cpu")
-            news = []
-            self.active[run] = self.train(run, record, options, lambda *args: news.append(args))  # noqa: B023
-            yield from (News(run, *args) for args in news)
+            self.active[run] = self.train(run, record, options)
 
-    def train(self, run: Run, record: dict, options: list[str], news) -> str:
+    def train(self, run: Run, record: dict, options: list[str]) -> str:
         """Its row."""
         found = dict(val_bpb=0.0, reason="no row")
 
@@ -51,7 +49,7 @@ class StubPool:
             found.update(val_bpb=val_bpb, test_bpb=test_bpb if record["score_test"] else None, reason="")
 
         try:
-            exec(read_train(run.commit), {"result": result, "seed": run.seed, "news": news, "options": options})
+            exec(read_train(run.commit), {"result": result, "seed": run.seed, "options": options})
         except Exception as error:
             found = dict(val_bpb=0.0, reason=type(error).__name__)
         self.log.unlink(missing_ok=True)

@@ -36,7 +36,6 @@ from night.noise import Noise
 from night.rows import reference
 from night.show import about_night
 from night.statuses import set_status
-from night.wave import Trainer
 
 KEY = f"of an API {uuid.uuid4()}"  # which no other process on this machine has among its arguments
 TRAIN = """\
@@ -118,7 +117,7 @@ elif word == "same":
 elif word == "comment":
     train.write_text("'A docstring.'\n" + text.replace("#", "# a remark"))
 elif word == "fail":
-    print("Warning: True color is not detected\n\x1b[31mError: 401 Unauthorized\x1b[0m\n")
+    print("Warning: True color is not detected\nError: 401 Unauthorized\n")
     sys.exit(1)
 elif word == "pretends":
     print("Thinking ...\nError: 429 RESOURCE_EXHAUSTED")
@@ -234,13 +233,6 @@ def played(tmp_path, monkeypatch):
     return Played(tmp_path / "clone", monkeypatch)
 
 
-def test_agents_that_never_answer_are_asked_until_the_hours_are_over_with_pauses_of_half_an_hour(played, capfd):
-    played.night("fail", args=["--hours=5"], real=False)
-    output = capfd.readouterr().out
-    assert "\nthe hours are over: 0 proposals so far" in output
-    assert 10 <= output.count("\nfailed ") <= 16 and not played.tried()
-
-
 def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its_own(played, capfd):
     """One prints a banner and no IDEA, one writes other line ends, one exits with 0 after an error."""
     played.night("banner,crlf,pretends", args=["--runs=2"])
@@ -254,8 +246,8 @@ def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its
 def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_of_them(played):
     """Also if it is ended before it has judged them. Here C stands for luck."""
     base = played.head()
-    for runs in (0, 1):  # noise uses up no patience
-        played.command("worse", f"--patience={runs + 1}", "--hours=1")
+    for runs in (0, 1):
+        played.command("worse", f"--runs={4 * runs + 1}")
         first, *others = played.rows()[:4]
         assert (first["commit"], first["status"]) == (base, "keep") and reference(played.kind) == base
         noise = [("noise: constants x 1.001", 1.3301), ("noise: constants x 0.999", 1.3299)]
@@ -288,9 +280,9 @@ def test_a_reference_that_crashed_is_mended_by_a_commit(played):
 
 
 def test_one_proposal_per_agent_waits_for_a_gpu_and_what_is_decided_stays_so(played, monkeypatch):
-    looks, events, turn, waiting = itertools.count(), played.pool.events, loops.Loop.turn, []
-    monkeypatch.setattr(played.pool, "events", lambda: [] if next(looks) % 5 else events())  # runs take five looks
-    monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.queue)))[0])
+    looks, ended, turn, waiting = itertools.count(), played.pool.ended, loops.Loop.turn, []
+    monkeypatch.setattr(played.pool, "ended", lambda: [] if next(looks) % 5 else ended())  # runs take five looks
+    monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.trainer.todo)))[0])
     played.night("A,B,worse", args=["--runs=9"], real=False)
     assert max(waiting) == 1
     decided, tried = played.verdicts(), played.tried()
@@ -303,53 +295,49 @@ def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
     played.night("half", args=["--hours=0.01"])
     played.night("killed", args=["--hours=0.01"])
     assert not played.tried()
-    half = "its edit may be half done"
-    assert {*played.verdicts()} == {f"failed: cut off after 200 s; {half}", f"failed: killed by signal 9; {half}"}
+    assert {*played.verdicts()} == {"failed: cut off after 200 s", "failed: killed"}
     played.night("stopped", args=["--runs=1"])
     assert played.tried()[0][0].endswith(" (exit status 1)"), "an error of its own may have cut it off"
 
 
-def test_what_breaks_a_rule_or_was_tried_is_refused_and_five_in_a_row_end_the_night(played, capfd):
+def test_what_breaks_a_rule_or_was_tried_is_refused(played):
     """A change of comments, docstrings and layout is none."""
-    played.night("A,elsewhere,same,comment,endless,elsewhere")
-    assert "\n5 proposals in a row were refused: 6 proposals so far, 1 keep" in capfd.readouterr().out
-    first, *refused = played.verdicts()
+    played.night("A,elsewhere,same,comment,endless,B", args=["--runs=2"])
+    first, *refused, _ = played.verdicts()
     known = f"refused: the same train.py as {first[-7:]}, but for comments and whitespace"
     elsewhere, endless = "refused: it changes prepare.py", "refused: train.py must end with result(total(A, B) + "
-    assert refused == [elsewhere, known, known, f"{endless}(C - 1) / 10)", elsewhere]
+    assert refused == [elsewhere, known, known, f"{endless}(C - 1) / 10)"]
 
 
-def test_the_loop_ends_after_ten_crashes_in_a_row_or_when_gains_stay_away(played, capfd):
+def test_the_loop_ends_after_ten_crashes_in_a_row(played, capfd):
     played.night("typo", real=False)
     assert "\n10 runs in a row crashed: " in capfd.readouterr().out and len(played.tried()) in (10, 11)
-    played.night("A" + ",worse" * 9, args=["--patience=3"], real=False)
-    assert "\n3 experiments without a gain: " in capfd.readouterr().out
 
 
 def test_of_agents_that_fail_together_one_counts(played):
     """As by their provider's limit: each round of them makes the pause longer."""
-    night = played.loop("--agent=true", "--pause=30")
+    night = played.loop("--agent=true")
     work = played.folder.with_name("a") / "work"
 
-    def judge(asked: float, code: int = 1, *edited: str) -> tuple[int, int, float]:
+    def judge(asked: float, code: int = 1, *edited: str) -> tuple[int, float]:
         agent = agents.Agent(1, asked, "", "base", work, {"train.py": b""}, SimpleNamespace(returncode=code))
         for name in ("IDEA", *edited):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_text("x = 1")
         night.agents.append(agent)
         night.judge(agent)
-        return night.failed, night.refused, night.next_ask - played.clock.time
+        return night.in_vain, night.next_ask - played.clock.time
 
     night.propose = lambda *_: False
     proposals.note(1, "")
-    assert [judge(0.0) for _ in range(6)] == [(1, 0, 30)] * 6
-    assert judge(night.next_ask) == (2, 0, 90)
-    assert judge(night.next_ask, 0, "train.py") == (0, 1, 30), "that one worked"
-    assert [judge(night.next_ask)[2] for _ in range(9)][-2:] == [1800, 1800]
-    night.failed = 3000  # of agents that fail at once, by turns without a pause: no number is too large
-    assert judge(night.next_ask)[2] == 1800
+    assert [judge(0.0) for _ in range(6)] == [(1, 30)] * 6
+    assert judge(night.next_ask) == (2, 90)
+    assert judge(night.next_ask, 0, "train.py") == (3, 210), "refused"
+    assert [judge(night.next_ask)[1] for _ in range(9)][-2:] == [1800, 1800]
+    night.in_vain = 3000
+    assert judge(night.next_ask)[1] == 1800
     night.propose = lambda *_: True
-    assert judge(0.0, 0, "train.py") == (0, 0, 0)
+    assert judge(0.0, 0, "train.py") == (0, 0)
 
 
 def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd):
@@ -361,7 +349,7 @@ def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd
     output = capfd.readouterr().out
     assert output.count("trouble  ") == 1 and "night.lock" in output
     assert "what waits is left for the next loop" in output
-    assert 0.2 * 3600 < played.clock.time < 2000 and played.verdicts()[0].startswith("waits")
+    assert 0.2 * 3600 < played.clock.time < 1000 and played.verdicts()[0].startswith("waits")
     lock.unlink()
     tried = played.tried()
     played.night("A", args=["--hours=0"], real=False)
@@ -471,7 +459,7 @@ def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypat
     begun = time.process_time()
     text = agents.memory(played.rows())
     assert time.process_time() - begun < 30  # about 1 on an idle machine
-    assert 0.5 * agents.MEMORY < len(text) <= agents.MEMORY + 200
+    assert "\n200 experiments" in text and len(text) < 25_000
     assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and start in text
     assert "kept all the same" in text
     assert re.search(r"\n\d{4} more experiments, none of them better than these, are left out\.$", text)
@@ -644,32 +632,21 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 
 
 # -------------------------------------------------------------------------------------- parts of the loop, and restarts
-def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone_spread_over_all_gpus(played, monkeypatch):
+def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
     monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
     night = played.loop("--agent=true")
-    pool = night.trainer
-    pool.slots, shares, over = 14, [], [""]
-    pool.submit = lambda run, base, share: (pool.pending.update({run: [run]}), shares.append(share))
-    gpus = SimpleNamespace(args=SimpleNamespace(per_gpu=6), pool=SimpleNamespace(gpus=2))
-    pool.per_gpu = lambda runs: Trainer.per_gpu(gpus, runs)
-    night.over = lambda: over[0]
-
-    def accept(*subjects: str) -> list[str]:
-        for subject in subjects:
-            night.accept(1, subject, "base", subject)
-        return [run.description for run, _ in night.queue]
-
-    assert accept("a", "b", "c, again on b", "d") == ["c, again on b", "a", "b", "d"]
-    night.fill()
-    assert shares == [6] * 4 and not night.queue
-    over[0] = "the hours are over"
-    accept("e", "f", "g, again on f", "h, again on f")
-    pool.slots = 5
-    night.fill()
-    assert shares == [6] * 4 + [3] and accept() == ["g, again on f", "e", "f"]
-    pool.slots = 14
-    night.fill()
-    assert shares == [6] * 4 + [3, 3] and accept() == ["e", "f"]
+    trainer, started = night.trainer, []
+    trainer.start = lambda run, base: (started.append(run.description), trainer.pending.update({run: base}))
+    night.resumed, night.may_ask, night.propose = True, lambda: False, None
+    for subject in ("a", "b", "c, again on b", "d"):
+        night.accept(1, subject, "base", subject)
+    night.turn()
+    assert started == ["c, again on b", "a"] and [run.description for run in night.runs()][2:] == ["b", "d"]
+    night.over = lambda: "the hours are over"
+    night.accept(1, "e", "base", "e, again on f")
+    trainer.pending.clear()
+    night.turn()
+    assert started[2:] == ["e, again on f"] and not trainer.todo, "the next loop trains the others"
 
 
 def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):
@@ -704,40 +681,19 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
     assert program(b"x =  =") == program(b"x = =\n") != program(b"x = = 1")
 
 
-def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkeypatch):
-    """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
-    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
-    log = played.folder / "log.txt"
-    monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
-    log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
-    assert proposals.live_row([dict(folder=played.folder), {}]) == 1 and proposals.live_row([{}]) is None
-
-    def fault(old: str, new: str, live: int | None = 1) -> str:
-        return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
-
-    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
-    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
-    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
-    train = train.replace("f(2)", "None")
-    assert (
-        fault("f(5)", "f(6)")
-        == fault("f(3)", "g(3, 3)")
-        == refusal.replace("SIZE replaces them", "here SIZES[1] counts")
-    )
-    assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
-    assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
-    assert not fault("None", "f(4)"), "it sets SIZE to what counted before, perhaps"
-
-
 @pytest.mark.parametrize(
     ("script", "agent", "remedy"),
     [
-        ("", "no-such-program -p", "there is no program no-such-program"),
-        ("", "", "'' is no command: check --agent"),  # a variable that is not set
+        ("", "no-such-program -p", "'no-such-program -p' is no command: --agent"),
+        ("", "", "'' is no command: --agent"),  # a variable that is not set
         ("", 'an "open quote', """'an "open quote' is no command"""),
         ("git checkout -q --detach", "true", "HEAD is on no branch: git checkout -b"),
         ("rm -rf .git", "true", "fatal: not a git repository"),
-        ("install /bin/true a.sh", "./a.sh", "./a.sh would be looked for in a copy of the code: give /"),
+        (
+            "install /bin/true a.sh",
+            "./a.sh",
+            "'./a.sh' is no command: --agent and --sandbox need a program's name or absolute path",
+        ),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
@@ -784,17 +740,6 @@ def test_proposals_of_an_earlier_branch_of_the_same_name_are_not_trained_first(p
     shutil.rmtree(proposals.PROPOSALS)
     played.night("B", args=["--runs=1"], real=False)
     assert own not in [row["commit"] for row in played.rows()] and dict(played.tried()) == {"B 1": "keep"}
-
-
-def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):
-    night = played.loop("--agent=true", "--patience=3")
-    night.dry = lambda: 3
-    assert night.over() == "3 experiments without a gain"
-    night.gains.gains[1] = gain(1, 0.1)
-    assert night.over() == ""
-    night.gains.gains.clear()
-    night.gains.again = gains.Again(2, "now", [])
-    assert night.over() == ""
 
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(played):
@@ -850,12 +795,15 @@ class Loop(Clone):
         super().__init__(folder, cache)
         self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
         self.agent.write_text(AGENT)
+        source = folder / "night" / "loop.py"
+        source.write_text(source.read_text().replace("PAUSE, LONGEST = 30,", "PAUSE, LONGEST = 0,"))
+        self.run("git commit -qam impatient; git tag impatient")
         self.commit(base=BODY)
 
     def loop(self, *words: str, args=()) -> subprocess.Popen:
         """words: of agents, each a list of what it does."""
         commands = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
-        options = ["--agent-env=NIGHT,KEY", "--agent-limit=12", "--pause=0", *TWO_SLOTS, *commands, *args]
+        options = ["--agent-env=NIGHT,KEY", "--agent-limit=12", *TWO_SLOTS, *commands, *args]
         return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="", KEY=KEY)
 
     def best(self) -> str:
@@ -900,8 +848,8 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     output = loop.finish(night)
     assert loop.all_gone(0)
     verdicts = loop.verdicts()
-    failed = sum(verdict.startswith("failed") for verdict in verdicts.values())
-    (trained,) = re.findall(rf"^(\d+) runs: {len(verdicts) - failed} proposals so far", output, re.M)
+    failed = sum(verdict.startswith("failed") and verdict != proposals.ENDED for verdict in verdicts.values())
+    (trained,) = re.findall(rf"^(\d+) runs: proposals so far: .*\b{failed} failed", output, re.M)
     assert runs <= int(trained) == len(loop.rows()) - 1
 
     folder = loop.folder / "runs" / "proposals"
@@ -915,9 +863,9 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
     (odd,) = {text for text in found.values() if "wider" in text} or [""]
     assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
-    assert max(path.stat().st_size for path in folder.glob("*/agent.log")) == 2**20
+    assert 2**20 < max(path.stat().st_size for path in folder.glob("*/agent.log")) < 1.1e6
 
-    assert loop.run("git status --porcelain") == "" and loop.run("git diff main --name-only") == "train.py\n"
+    assert loop.run("git status --porcelain") == "" and loop.run("git diff impatient --name-only") == "train.py\n"
     history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
     *_, kept = (row for row in loop.rows() if row["commit"] in history)
     assert loop.best() == kept["commit"] and loop.run(f"git diff {kept['commit']} HEAD -- train.py") == ""
@@ -956,6 +904,6 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
         night.send_signal(end)
         output = night.communicate(timeout=120)[0]
         assert night.returncode == code and loop.all_gone()
-        ended = r"\nended early: 0 proposals so far, .* 0 not trained\.\n"
-        assert bool(re.search(ended, output)) == (end == signal.SIGINT), "agents that were cut off have not failed"
+        ended = "\nended early: proposals so far: none.\n"
+        assert (ended in output) == (end == signal.SIGINT), "agents that were cut off have not failed"
     assert {*loop.verdicts().values()} == {proposals.ENDED}

@@ -517,7 +517,7 @@ def test_nothing_overrules_a_persons_word(history):
     before = harness.read_results()
     assert [(row["status"], row["by"]) for row in before[1:3]] == [("discard", "person"), ("keep", "person")]
     statuses.set_status(7 * "b", kind, "keep"), statuses.set_status(7 * "c", kind, "discard")
-    statuses.keep_winners({7 * "b"}, before[-1], kind)
+    statuses.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
     with harness.edit_log() as rows:
         statuses.change_status(rows, "discard")
     assert harness.read_results()[1:3] == before[1:3]
@@ -533,7 +533,7 @@ def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons
     history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
     said = [f"{row['status']} by {row['by']}" for row in harness.read_results()[3:]]
     assert said == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
-    statuses.keep_winners({7 * "b"}, harness.read_results()[0], kind)
+    statuses.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
     assert reference(kind) == 7 * "c"
     assert statuses.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
     history("b|1.05|keep|A|d")

@@ -116,7 +116,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     assert len(before) == len(night) + 2
     morning.report()
     output, rows = capsys.readouterr().out, morning.report_rows()
-    assert "\n4 runs, 2 more have a row" in output and morning.rows() == before + rows[2:] == night + rows
+    assert "\n4 runs, 2 more have a score" in output and morning.rows() == before + rows[2:] == night + rows
 
     first, *_, last = (row["commit"] for row in night if row["status"] == "keep")
     subject = {row["commit"]: row["description"] for row in night}
@@ -130,7 +130,7 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 
     log = harness.RESULTS.read_bytes()
     morning.report()
-    assert "\n0 runs, 6 more have a row" in capsys.readouterr().out and harness.RESULTS.read_bytes() == log
+    assert "\n0 runs, 6 more have a score" in capsys.readouterr().out and harness.RESULTS.read_bytes() == log
     assert experiments() == night == morning.kind.rows()  # what a wave compares with
     assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
     assert reference(morning.kind) == last

@@ -85,7 +85,7 @@ class Searched(Scratch):
 
     def night(self, command: str, runs: int) -> list[dict]:
         """The rows of a loop with the tuner, the base's first."""
-        args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}", "--pause=0"])
+        args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}"])
         trainer, base = self.trainer(args), (self.head(), "base")
         loop = loops.Loop(args, trainer)
         trainer.train([loops.run_of(*base)], base)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """
 An agent for `night loop` that needs no language model: it moves one constant of train.py, or makes an edit. So a
-night can be tried out, and timed: at its end the loop prints for how much of the time GPUs were in use.
+night can be tried out, and timed.
 
     python -m night loop --agent "$PWD/tests/bench/script_agent.py 40" --hours 2   # thinks for about 40 s
 """
