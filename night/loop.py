@@ -197,8 +197,9 @@ class Loop:
         before = read_train(base)
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
             (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
-        known = {row["commit"] for row in self.kind.rows()} | {run.commit for run in self.runs()}
-        if reason := reason or proposals.fault(before, text, known):
+        rows = self.kind.rows()
+        known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
+        if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
             proposals.note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:

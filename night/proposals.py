@@ -103,15 +103,20 @@ def plain(path: Path) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------ what a proposal does
-def fault(before: bytes, text: bytes, known: set[str]) -> str:
-    """Why this edit of `before` is not worth a run, or "". known: commits that have one."""
+def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
+    """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
     if not text.strip():
         return "train.py is gone, empty or over 256 KiB"
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
     same = [commit for commit in known if program_of(commit) == program(text)]
-    return f"the same train.py as {same[0]}, but for comments and whitespace" if same else ""
+    if same:
+        return f"the same train.py as {same[0]}, but for comments and whitespace"
+    if live is not None and program(text, live) == program(before, live):
+        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
+        return f"it changes only sizes of other GPUs: {used}"
+    return ""
 
 
 def live_row(rows: list[dict]) -> int | None:
@@ -123,15 +128,26 @@ def live_row(rows: list[dict]) -> int | None:
     return None
 
 
-def program(text: bytes) -> str:
-    """Equal for files that differ in comments, docstrings and layout only."""
+def program(text: bytes, live: int | None = None) -> str:
+    """Equal for files that differ in comments, docstrings and layout only. live: also in the sizes, but not the FLOP/s,
+    of other rows of SIZES; if SIZE is set, in any rows."""
     if not (tree := parse(text)):
         return str(text.split())  # its words
     for node in ast.walk(tree):
         match getattr(node, "body", None):
             case [ast.Expr(ast.Constant(str())), *rest]:
                 node.body = rest
+        match node:
+            case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
+                kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
+                node.value.elts = [] if sets_size(tree) else kept
     return ast.dump(tree)
+
+
+def sets_size(tree: ast.Module) -> bool:
+    """Whether a train.py sets SIZE, which replaces SIZES."""
+    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache

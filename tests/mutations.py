@@ -1056,6 +1056,9 @@ SECTIONS = [
         ("not text.rstrip().endswith(end)", "not text"),
         ("if program_of(commit) == program(text)", "if read_train(commit) == text"),
         ("                node.body = rest\n", "                pass\n"),
+        ("row if i == live else", "row if i != live else"),
+        ('getattr(row, "elts", [row])[0] for', 'row.elts[1] for'),
+        ("program(text, live) == program(before, live)", "False"),
     ]),
     ("Gains", "night/gains.py", ["test_loop.py", "-k", "gain or merge or discards or seven or simulated or index or turns or good"], [
         ("if on_top := [gain for gain in gains if gain.base == reference]:", "if on_top := []:"),

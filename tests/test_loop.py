@@ -681,6 +681,31 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
     assert program(b"x =  =") == program(b"x = =\n") != program(b"x = = 1")
 
 
+def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkeypatch):
+    """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
+    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
+    log = played.folder / "log.txt"
+    monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
+    log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
+    assert proposals.live_row([dict(folder=played.folder), {}]) == 1 and proposals.live_row([{}]) is None
+
+    def fault(old: str, new: str, live: int | None = 1) -> str:
+        return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
+
+    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
+    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
+    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
+    train = train.replace("f(2)", "None")
+    assert (
+        fault("f(5)", "f(6)")
+        == fault("f(3)", "g(3, 3)")
+        == refusal.replace("SIZE replaces them", "here SIZES[1] counts")
+    )
+    assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
+    assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
+    assert not fault("None", "f(4)"), "it sets SIZE to what counted before, perhaps"
+
+
 @pytest.mark.parametrize(
     ("script", "agent", "remedy"),
     [
