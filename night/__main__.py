@@ -88,7 +88,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--list", action="store_true", help="only print the knobs and their ranges")
     add = command(report, many, again, help="how much of the night's gain was luck?")
     add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
-    add("--scale", action="store_true", help="also train both with two and four times the budget: does the gain last?")
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
     add = command(show, budget, help="print what has been tried so far, or all about one commit's runs")
     add("revision", nargs="?", metavar="COMMIT")

@@ -145,22 +145,6 @@ def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, cap
     assert "the gain's 97% confidence interval" in morning.written()
 
 
-def test_scale_says_how_much_of_the_gain_remains_with_twice_and_four_times_the_budget(morning, capsys):
-    """Here half of it, then nothing."""
-    body = "tokens = next(int(word[9:]) for word in options if word.startswith('--tokens='))\n"
-    body += "left = {1_500_000: 1, 3_000_000: 0.5, 6_000_000: 0}[tokens]\n"
-    morning.stub = body + STUB.replace("TRUE", "1.2 - (1.2 - TRUE) * left").replace("NOISE", "0.0001")
-    morning.simulate(gain=0.02, runs=100)
-    morning.report("--scale")
-    line = r"^- With (.*) M tokens the gain on val is (\S+) \(95% interval (\S+) to (\S+)\), (\S+)% of that with 1.5 M"
-    (twice, *found), (four, *nothing) = re.findall(line, morning.written(), re.M)
-    assert (twice, four) == ("3", "6") and abs(int(found[-1]) - 50) < 5 and abs(int(nothing[-1])) < 5
-    assert all(float(low) < float(gain) < float(high) for gain, low, high, _ in (found, nothing))
-    assert [row["budget"] for row in morning.report_rows()] == [f"{n} M tokens" for n in (1.5, 3, 6) for _ in range(6)]
-    assert len(experiments()) == 100
-    assert morning.pool.limit == 600
-
-
 def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
     (old := tmp_path / "old").touch()
     morning.stub = STUB.replace('bpb("test"))', f"None if __import__('os').path.exists({str(old)!r}) else bpb('test'))")
