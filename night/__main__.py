@@ -91,8 +91,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
     add = command(show, budget, help="print what has been tried so far, or all about one commit's runs")
     add("revision", nargs="?", metavar="COMMIT")
-    add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
-    add("revisions", nargs="*", metavar="COMMIT")
+    command(plot, help="draw results.tsv as progress.png")
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):

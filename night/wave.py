@@ -16,7 +16,7 @@ from harness.journal import journal_of
 from night.git import print_doubts, revisions
 from night.noise import with_error
 from night.pool import Local, News, Run, Started, gpu_names, label
-from night.records import Board, end_record, new_record
+from night.records import end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import discard_by_mean, keep_winners
@@ -105,10 +105,9 @@ class Trainer:
         self.lost = set()  # runs that were lost, and started again, once
         self.stopped = []  # not empty after a signal
 
-    def begin(self, total: int = 0) -> None:
-        """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
+    def begin(self) -> None:
+        """From now on `ended` handles signals."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
-        self.board = Board(total)
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no row of this kind; returns each run's last row. base: the reference.
@@ -123,7 +122,7 @@ class Trainer:
         for row in good(rows, base[0]):  # of a wave that was interrupted when ideas had ended before their reference
             keep_winners(ideas, row, self.kind)
         per_gpu = self.per_gpu(len(todo))
-        self.begin(len(todo))
+        self.begin()
         for run in todo:
             self.submit(run, base, per_gpu)
         while self.pending:
@@ -181,7 +180,6 @@ class Trainer:
                     time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
                 print(text)
                 yield run, row
-        self.board.update([*self.records.values()], len(self.pending))
         if self.stopped:
             print("interrupted: the same command continues")
             for folder in self.records.values():

@@ -1152,7 +1152,6 @@ SECTIONS = [
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
         ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
         ("            last = folder\n", "            return folder\n"),
-        ('.split("\\n")[1:-1]', '.split("\\n")[1:]'),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
         ("noise.band(len(idea.changes)) / 2", "noise.band(len(idea.changes))"),
@@ -1194,9 +1193,6 @@ SECTIONS = [
         ("min(after) / max(before)) > SLOWER:", "min(after) / max(before)) > 1.0:"),
         ("min(after) / max(before)) > SLOWER:", "min(before) / max(after)) > SLOWER:"),
         ("if before and after and", "if"),
-    ]),
-    ("What runs", "night/records.py", ["test_memory.py", "-k", "leave_records"], [
-        ("last.tokens / last.seconds", "last.tokens"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [
         ("range(1, runs)", "range(runs)"),

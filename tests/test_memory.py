@@ -1,11 +1,10 @@
-"""What a night remembers: records of runs, what was tried, curves; and what is left to clean."""
+"""What a night remembers: records of runs, and what was tried."""
 
 import argparse
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -20,9 +19,9 @@ from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
-from night import ideas, plot, records, show
+from night import ideas, records, show
 from night import noise as noises
-from night.records import Point, record_name
+from night.records import record_name
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
 FIVE_MINUTES = dict(budget="300 s", gpu=None)
@@ -58,7 +57,7 @@ def printed(capsys, function, **args) -> str:
 
 
 def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone, monkeypatch, capsys):
-    """From them `show` and `plot` say what is true."""
+    """From them `show` says what is true."""
     clone.commit(base=CURVE + "val_bpb = 1.3")
     clone.run("python -m night run --tokens 1500000; python -m night run --tokens 1500000")
     clone.commit(faster=CURVE + "val_bpb = 1.2", crash="print('77 GB'); raise MemoryError")
@@ -69,13 +68,12 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     clone.run("git checkout -q base")
     wave = clone.wave("faster", "crash", "waits", *TWO_SLOTS)
     folder = records.RUNS / f"{waits}-42-1.5M"
-    while not records.curve(folder) or "training" not in prepare.read(folder / "log.txt"):
+    curve = folder / "curve.tsv"
+    while not prepare.read(curve).endswith("\t2.0\t0.1") or "training" not in prepare.read(folder / "log.txt"):
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
     while len(clone.rows()) < 4:  # two of the reference, from before
         time.sleep(0.05)
-    line = records.line(folder)
-    assert line.startswith(folder.name) and "step 40, loss 2.0000, 150,000 tok/s, 10 s so far" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
     assert clone.all_gone(runs=True)
@@ -84,7 +82,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         f"{base}-42-1.5M_2",
     }
     assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
-    assert records.curve(folder)[-1] == Point(40.0, 10.0, 1.5e6, 2.0, 0.1)
+    assert curve.read_text().splitlines()[-1] == "40\t10.0\t1500000\t2.0\t0.1"
 
     night = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
     assert f"-0.1000* {faster} faster" in night
@@ -92,13 +90,8 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     assert f"Reference: {base}, base, 1.3000." in night
     told = printed(capsys, show.show, revision="crash", **FIVE_MINUTES)
     assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
-    told = printed(capsys, plot.plot, revisions=["base", "faster"])
-    assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
-    with pytest.raises(prepare.PrepareError, match=r"no row of .* has a loss curve in runs/"):
-        shutil.rmtree(records.RUNS)
-        plot.plot(argparse.Namespace(revisions=["base"]))
     with pytest.raises(prepare.PrepareError, match="there is no commit basis"):
-        plot.plot(argparse.Namespace(revisions=["basis"]))
+        show.show(argparse.Namespace(revision="basis", **FIVE_MINUTES))
 
 
 def test_a_commit_without_rows_is_that_with_its_train_py_and_what_was_not_committed_is_said(clone):
@@ -169,12 +162,6 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, tm
     assert records.record_of(row) == second, "neither somebody's copy nor the run of an uncommitted train.py"
     (second / "summary.json").write_text(json.dumps(row | {"dataset": "e"}))
     assert records.record_of(row) == first and records.record_of(row | {"dataset": "e"}) == second
-    (second / "summary.json").unlink()
-    (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
-    (point,) = records.curve(first)  # the last line is being written
-    assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
-    (second / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t0.00\t8192\t9\t0.1\n2\t0.01\t0\t9\t0.1\n")
-    assert " starts, " in records.line(second)  # a first step within 5 ms, no tokens
 
 
 def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
@@ -287,20 +274,6 @@ def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_refere
 def test_a_form_feed_in_a_diff_is_no_end_of_a_line():
     lines, places, _ = ideas.read_diff("@@ -1 +1 @@ def f():\n+\f\n+    x = 1\n-LR = 1")
     assert lines == (1, 1) and places == {"f": 1, "LR": 1}
-
-
-def test_curves_are_drawn_once_each_also_if_their_subject_looks_like_a_formula(tmp_path, monkeypatch):
-    at(monkeypatch, tmp_path)
-    monkeypatch.setattr(plot, "commit_of", lambda name: name)
-    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc", description=r"$\foo$")
-    harness.log_result(val_bpb=0.0, reason="killed", **row)
-    harness.log_result(val_bpb=1.2, **row)
-    lines = "".join(f"{i}\t{i}\t{i}\t{9 - i / 9}\t0.1\n" for i in range(1, 20))
-    (records.new_record("abc", 42, None, "300 s") / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n{lines}")
-    figures, save = [], plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
-    plot.plot_curves(["abc"])
-    assert [line.get_label() for line in figures[0].axes[0].lines] == [r"1.2000 abc $\foo$"]
 
 
 def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):

@@ -781,6 +781,7 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(sys, "argv", ["night", "plot", "HEAD"])
+    monkeypatch.setattr(sys, "argv", ["night", "plot"])
+    monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
         main()
