@@ -29,7 +29,7 @@ from night import gains, proposals, rows
 from night import git as night_git
 from night import loop as loops
 from night.__main__ import parse
-from night.gains import Gain, Gains, Merge, Take, next_step, split
+from night.gains import Gain, Gains, next_step
 from night.git import in_history
 from night.ideas import ideas
 from night.noise import Noise
@@ -479,42 +479,22 @@ def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypat
 
 
 # ------------------------------------------------------------------------------------------------- gains that wait
-def gain(n: int, size: float, base: str = "old", group: str = "") -> Gain:
-    return Gain(n, f"c{n}", base, f"idea {n}", 1.5 - size, size, group)
+def gain(n: int, size: float, base: str = "old") -> Gain:
+    return Gain(n, f"c{n}", base, f"idea {n}", 1.5 - size, size)
 
 
-def test_the_largest_gain_comes_first_and_is_not_overtaken_while_it_is_trained_again():
+def test_the_largest_gain_comes_first():
     small, large, on_top = gain(1, 0.1), gain(2, 0.3), gain(3, 0.01, "now")
-    step = dict(merging=False, pending=True, over=False)
-    assert next_step("now", [], **step) is None
-    assert next_step("now", [small, large], **step) == Merge([large])
-    assert next_step("now", [small, large, on_top], **step) == Take(on_top), "the reference itself was edited: at once"
-    assert next_step("now", [small, large, on_top], **step | {"merging": True}) is None
+    step = dict(pending=True, over=False)
+    assert next_step("now", [], **step) == []
+    assert next_step("now", [small, large], **step) == [large]
+    assert next_step("now", [small, large, on_top], **step) == [on_top], "the reference itself was edited: at once"
 
 
 def test_when_the_night_is_over_what_waits_is_merged_together_once_all_runs_have_ended():
     waiting = [gain(1, 0.1), gain(2, 0.3), gain(3, 0.2)]
-    assert next_step("now", waiting, merging=False, pending=True, over=True) is None
-    step = dict(merging=False, pending=False, over=True)
-    assert next_step("now", waiting, **step) == Merge([waiting[1], waiting[2], waiting[0]])
-    parts = split(waiting)
-    assert [(gain.n, gain.group) for gain in parts] == [(2, "0"), (3, "1"), (1, "2")] and split(waiting[:1]) == []
-    assert next_step("now", parts, **step) == Merge([waiting[1]._replace(group="0")])
-    assert next_step("now", parts[1:], **step) == Merge([parts[1]])
-
-
-@pytest.mark.parametrize("bad", [*range(7), None])
-def test_one_bad_change_among_seven_costs_no_other_gain(bad):
-    """The largest included. It is found in at most seven runs, an eighth is none."""
-    now, waiting, runs = frozenset(), [gain(n, 0.7 - n / 10) for n in range(7)], 0
-    while step := next_step("now", waiting, merging=False, pending=False, over=True):
-        runs += 1
-        waiting = [gain for gain in waiting if gain not in step.gains]
-        if bad in {gain.n for gain in step.gains}:
-            waiting += split(step.gains)
-        else:
-            now |= {gain.n for gain in step.gains}
-    assert now == {*range(7)} - {bad} and runs <= (1 if bad is None else 7)
+    assert next_step("now", waiting, pending=True, over=True) == []
+    assert next_step("now", waiting, pending=False, over=True) == [waiting[1], waiting[2], waiting[0]]
 
 
 def test_a_merge_leaves_out_what_conflicts_or_does_not_compile_with_the_gains_before():
@@ -585,16 +565,17 @@ def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_decid
     assert waiting.verdict(4) == f"keep, and again on {waiting.merged[0][2]} as proposal 5, which is no gain"
 
 
-def test_after_a_merge_that_is_refused_or_no_gain_its_parts_are_tried(waiting):
+def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
     for n, (old, new) in enumerate([("A = 30", "A = 29"), ("B = 30", "B = 29"), ("1 +", "0.999 +")], start=1):
         waiting.gain(n, old, new, 1.33 - n / 100)
     waiting.played.shell("git commit -q --allow-empty -m now")
     now = waiting.played.head()
     waiting.log(now, "now", 1.329)
     waiting.refuses = True
-    waiting.gains.advance(pending=False, over=True)  # all three, then each: refused
-    assert not waiting.gains and [waiting.verdict(n)[-16:] for n in (1, 2, 3)] == [", which is no gain"[-16:]] * 3
-    assert waiting.asked == ["idea 3 and 2 more", "idea 3", "idea 2", "idea 1"]
+    waiting.gains.advance(pending=False, over=True)
+    assert not waiting.gains and waiting.asked == ["idea 3 and 2 more"]
+    verdict = f"keep, and again on {now} as proposal 4, which is no gain"
+    assert [waiting.verdict(n) for n in (1, 2, 3)] == [verdict] * 3
 
 
 def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is_left_out(waiting):
