@@ -95,7 +95,7 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
         old, new = (text.encode() for text in EDITS[what])
         if what not in prompt and source.count(old) == 1:
             return what, source.replace(old, new)
-    knobs = read_knobs(source, None, searched=())  # no sizes
+    knobs = read_knobs(source)
     while True:
         knob = random.choice(knobs)
         at, low, high = random.random(), knob.low, knob.high
