@@ -139,9 +139,8 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
     morning.stub = "assert seed < 1000\n" + STUB
     morning.simulate(gain=0.02, runs=50)
-    with pytest.raises(prepare.PrepareError, match="0 of 16 runs succeeded, too few"):
+    with pytest.raises(prepare.PrepareError, match=r"0 of \d+ runs succeeded"):
         morning.report("--seeds=2", "--attribute")
-    assert "\n16 runs, 0 more " in capsys.readouterr().out, "different ones, although changes may have to go together"
     assert "the gain's 97% confidence interval" in morning.written()
 
 
