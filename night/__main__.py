@@ -85,7 +85,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = command(tune, nights, help="a loop whose agent is Optuna, which moves train.py's constants")
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
-    add("--list", action="store_true", help="only print the knobs and their ranges")
     add = command(report, many, again, help="how much of the night's gain was luck?")
     add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")

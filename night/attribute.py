@@ -7,7 +7,6 @@ Two runs share each seed, so what a seed does to all versions alike is not noise
 
 import math
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 from night.git import branch, commit_train, create_ref, git, group, read_train, revisions, without
 from night.intervals import MISS, SHARE, interval
 from night.noise import ATTRIBUTION_SEEDS
-from night.rows import good, scores
+from night.rows import good, kept, scores
 from night.wave import Trainer, run_of
 from prepare import PrepareError
 
@@ -93,15 +92,15 @@ def estimate(changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, sco
             change.verdict = "harmful" if harms else "real"
 
 
-def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
+def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     """Trains all it needs, in two waves; returns a Markdown table and the result of pruning.
 
-    kept: rows of commits each of which contains the one before, the baseline first. gain: of the last over the first,
+    line: rows of commits each of which contains the one before, the baseline first. gain: of the last over the first,
     with new seeds.
     """
-    files, full = [read_train(row["commit"]) for row in kept], kept[-1]["commit"]
+    files, full = [read_train(row["commit"]) for row in line], line[-1]["commit"]
     parts = units(files)
-    changes = [Change("; ".join(kept[i]["description"] for i in sorted(unit))) for unit in parts]
+    changes = [Change("; ".join(line[i]["description"] for i in sorted(unit))) for unit in parts]
 
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         dropped = [possible(files, [parts[i] for i in np.flatnonzero(row)]) for row in plan]
@@ -118,9 +117,8 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {numbers} | {change.verdict} |")
 
-    count = Counter(change.verdict for change in changes)
-    text = f"Judged: {', '.join(f'{n} {verdict}' for verdict, n in count.most_common())}. `real`: on val; up to "
-    text += f"{LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without the other changes."
+    text = f"`real`: on val; up to {LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without "
+    text += "the other changes."
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle):
         pruned = build(files, dropped, full)
@@ -136,24 +134,13 @@ def attribute(kept: list[dict], trainer: Trainer, gain: float) -> str:
     return "\n".join([*lines, "", text])
 
 
-def lineage(kept: list[dict]) -> list[dict]:
-    """The rows of the last kept commit and of those before it, each an ancestor of the next: a change is what one adds
-    to the one before. The order of rows, in which runs ended, only counts between commits none of which contains the
-    other; so if two ideas from the same commit were merged, this has the later one and the merge. What a person kept
-    last is the last one, even if a kept commit contains it."""
-    line, kept = kept[-1:], sorted(kept, key=lambda row: int(git("rev-list", "--count", row["commit"])))
-    goes_on = line and line[0]["by"] != "person"
-
-    def contains(commit: str, other: str) -> bool:
-        return commit != other and git("merge-base", commit, other).startswith(other)
-
-    for row in kept:
-        if goes_on and contains(row["commit"], line[0]["commit"]):
-            line = [row]
-    for row in reversed(kept):
-        if contains(line[0]["commit"], row["commit"]):
-            line.insert(0, row)
-    return line
+def lineage(rows: list[dict]) -> list[dict]:
+    """The first rows of the commits that were kept on the way to the reference, by first parents: a change is what one
+    adds to the one before. Of ideas that were tried side by side and then merged, one is such a commit, and the merge
+    has the others."""
+    first = {row["commit"]: row for row in reversed(rows)}
+    line = [git("rev-list", "--first-parent", "--reverse", row["commit"]) for row in kept(rows)[-1:]]
+    return [first[commit[:7]] for commits in line for commit in commits.split() if commit[:7] in first]
 
 
 def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:

@@ -39,9 +39,6 @@ class Knob(NamedTuple):
             return f"2**{int(math.log2(value))}"
         return f"{value:_}" if "_" in self.text else repr(value)
 
-    def __str__(self) -> str:
-        return f"{self.name:24} {self.text:12} {self.low:g} to {self.high:g}{', log scale' * self.log}"
-
 
 def read_knobs(source: bytes, names: Collection[str] = ()) -> list[Knob]:
     """The top-level constants of a train.py, or only `names`.

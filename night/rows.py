@@ -154,12 +154,5 @@ def five_minutes(kind: Kind) -> Kind:
 def print_reference(args: argparse.Namespace) -> None:
     kind = kind_here(args)
     print(reference(kind))
-    if not (kind.rows() or five_minutes(kind).rows()) and (has := elsewhere(experiments(), kind)):
-        print(f"night: this is HEAD, as results.tsv has no row on {kind}{has}", file=sys.stderr)
-
-
-def elsewhere(rows: list[dict], kind: Kind) -> str:
-    """`, but on cpu, 1 M tokens, d: give that budget` about rows of other kinds; "" without rows."""
-    places = sorted({", ".join(place(row)) for row in rows})
-    remedy = ": give that budget" * any(row["budget"] != kind.budget for row in rows)
-    return f", but on {' and '.join(places)}{remedy}" if places else ""
+    if not (kind.rows() or five_minutes(kind).rows()) and experiments():
+        print(f"night: this is HEAD, as results.tsv has no row on {kind}", file=sys.stderr)

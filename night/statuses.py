@@ -9,7 +9,6 @@ from night.git import in_history
 from night.rows import (
     Kind,
     commit_with_row,
-    elsewhere,
     good,
     kept_before,
     kind_here,
@@ -78,8 +77,7 @@ def keep(args: argparse.Namespace) -> None:
     commit = commit_with_row(args.revision, kind.rows())
     status = "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
-        has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
-        raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
+        raise PrepareError(f"results.tsv has no result of {commit} on {kind}")
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not args.discard and not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

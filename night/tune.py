@@ -31,12 +31,10 @@ SUBJECT = 100  # characters
 
 
 def tune(args: argparse.Namespace) -> None:
-    """A loop whose agent is `propose`; with args.list, only prints the knobs."""
-    knobs = read_knobs(read_train(reference(kind_here(args))), args.knobs)
-    if args.list:
-        return print(*knobs, sep="\n")
+    """A loop whose agent is `propose`."""
     import optuna  # noqa: F401  better missed now than in every trial
 
+    read_knobs(read_train(reference(kind_here(args))), args.knobs)  # so are knobs that are none
     words = [sys.executable, __file__, *train_options(args), f"--sampler={args.sampler}"]
     args.agent = [shlex.join(words + [f"--knobs={','.join(args.knobs)}"] * bool(args.knobs))]
     loop(args)

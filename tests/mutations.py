@@ -1171,7 +1171,6 @@ SECTIONS = [
         ("np.concatenate([half, ~half])", "np.concatenate([half, half])"),
         ("np.arange(2 * pairs) % pairs", "np.arange(2 * pairs)"),
         ("math.log2(count + 4)", "math.log2(count + 1)"),
-        ("if left_out[:, i].any() and not (fine", "if not (fine"),
         ("seeds[:, None] == np.unique(seeds)]", "np.ones(len(seeds))]"),
         ("/ freedom * (inverse", "* (inverse"),
         ("np.isclose(known[: len(changes)], 1)", "known[: len(changes)] > 0"),
@@ -1189,10 +1188,9 @@ SECTIONS = [
         ("ATTRIBUTION_SEEDS + int(seeds[i])", "ATTRIBUTION_SEEDS"),
         ('in ("harmful", "no evidence")]', 'in ("harmful",)]'),
     ]),
-    ("Attribution", "night/attribute.py", ["test_attribute.py", "-k", "ancestry"], [
-        ('key=lambda row: int(git(', 'key=lambda row: 0 * int(git('),
-        ("        if goes_on and", "        if False and"),
-        ("        if goes_on and", "        if"),
+    ("Attribution", "night/attribute.py", ["test_attribute.py", "-k", "leads_from"], [
+        ('"--first-parent", ', ""),
+        ('"--reverse", ', ""),
     ]),
     ("Attribution", "night/report.py", ["test_attribute.py", "-k", "luck"], [
         ('[*parts, "![](progress.png)"]', "[title, text]"),

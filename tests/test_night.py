@@ -377,9 +377,8 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
     assert night.run("python -m night reference") == f"{baseline}\n"
-    for command_ in ("reference", "report"):
-        said = night.run(f"python -m night {command_} --tokens 9")
-        assert ("but on cpu" in said) == (command_ == "report"), "the reference of five-minute runs serves, too"
+    said = night.run("python -m night reference --tokens 9")
+    assert "no row" not in said, "the reference of five-minute runs serves, too"
     (night.folder / "results.tsv").write_text(HEADER + "a\t1.3\t1.0\tkeep\tx\tcpu\td\t5 M tokens\t42\t5.0\t\t\t\n")
     assert "night: this is HEAD, as results.tsv has no row on cpu, " in night.run("python -m night reference")
 
@@ -501,11 +500,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
     assert changed("b", False) == {1: b"discard", 2: b"discard", 3: b"keep", 7: b"keep"}  # the last one
     assert path.stat().st_mode & 0o777 == 0o640
-    with pytest.raises(prepare.PrepareError, match=r"no result of aaaaaaa on A, 300 s, d: train it first"):
-        changed("a", False)
-    with pytest.raises(
-        prepare.PrepareError, match=r"no result of fffffff on A, 300 s, d, but on A, 20 s, d: give that budget"
-    ):
+    with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, 300 s, d$"):
         changed("f", False)
 
 

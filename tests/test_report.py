@@ -159,7 +159,7 @@ def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
     ("runs", "option", "line"),
     [
         (1, "--seeds=3", "Fewer than two revisions were kept on this branch: there is no gain to report."),
-        (1, "--tokens=7", "no experiment on cpu, 7e-06 M tokens, d, but on cpu, 1.5 M tokens, d: give that budget"),
+        (1, "--tokens=7", "results.tsv has no experiment on cpu, 7e-06 M tokens, d"),
         (0, "--seeds=1", "--seeds must be at least 2, not 1: one run has no standard error"),
     ],
 )
