@@ -1,7 +1,6 @@
 """What a night has tried: each commit that has rows, and what its edit of train.py was worth."""
 
 import math
-import re
 import statistics
 
 from harness import crashed
@@ -37,8 +36,6 @@ class Idea:
     def family(self) -> str:
         if self.is_noise:
             return "Noise: constants moved by too little to matter"
-        if sampler := re.match(r"(?:agent \d+: )?tune (tpe|random): ", self.subject):
-            return f"Tuned by {sampler[1]}"
         return "Crashed" if self.status == "crash" else "Ideas"
 
 

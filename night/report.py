@@ -12,7 +12,7 @@ from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.records import run_seconds
-from night.rows import count_kept, experiments, good, pairs, scores
+from night.rows import experiments, good, pairs, scores
 from night.wave import Trainer, run_of, start_pool
 from prepare import PrepareError
 
@@ -30,8 +30,7 @@ def report(args: argparse.Namespace) -> None:
     if not rows:
         raise PrepareError(f"results.tsv has no experiment on {kind}")
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
-    title = f"{kind}: {len(rows)} experiments, {count_kept(rows)}, "
-    title += f"{sum(map(crashed, rows))} crashed."
+    title = f"{kind}: {len(rows)} experiments, {len(kept)} kept on this branch, {sum(map(crashed, rows))} crashed."
     print(title)
     parts = [title]
 

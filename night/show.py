@@ -1,23 +1,20 @@
 """The memory of a night: what has been tried, as short text for a person or an agent."""
 
 import argparse
-import math
 
 from harness import budget_name, crashed, read_results
 from night import records
-from night.git import in_history
+from night.git import commit_of, in_history
 from night.ideas import SLOWER, Idea, expect, ideas
 from night.noise import Noise, with_error
-from night.rows import baseline, commit_with_row, count_kept, experiments, grouped, kept, place
+from night.rows import baseline, experiments, grouped, kept, place
 from prepare import PrepareError
-
-TRIALS = 5  # a tuner makes many: list the best ones
 
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
     if args.revision:
-        return print(about_commit(commit_with_row(args.revision, read_results())))
+        return print(about_commit(commit_of(args.revision)))
     print(about_night(last_place(args)))
 
 
@@ -33,13 +30,14 @@ def last_place(args: argparse.Namespace) -> list[dict]:
 
 
 def about_night(rows: list[dict]) -> str:
-    """Markdown about rows of one kind: the reference, ideas, a tuner's best trials, crashes."""
+    """Markdown about rows of one kind: the reference, ideas, crashes."""
     found = ideas(rows)
     noise = Noise.of(rows, found)
     expect(found, noise)
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)
-    count = f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {sum(map(crashed, rows))} crashed."
+    gains = sum(idea.status == "keep" for idea in found)
+    count = f"{len(rows)} experiments with {len(found)} commits; {gains} kept, {sum(map(crashed, rows))} crashed."
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines = [f"# {', '.join(place(rows[0]))}", count, f"Reference: {reference.commit}, {reference.subject}, {score}."]
@@ -51,11 +49,7 @@ def about_night(rows: list[dict]) -> str:
         "`likely`: a guess at its mean from all of the night's, as the best of many is partly luck.\n"
     )
     for family, group in grouped(found, lambda idea: idea.family).items():
-        title = family
-        if family.startswith("Tuned"):
-            title += f": the best of {len(group)} trials"
-            group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
-        lines += [f"\n## {title}", *(entry(idea, noise) for idea in group)]
+        lines += [f"\n## {family}", *(entry(idea, noise) for idea in group)]
     return "\n".join(lines)
 
 

@@ -5,10 +5,9 @@ import statistics
 from collections.abc import Collection, Iterable
 
 import harness
-from night.git import in_history
+from night.git import commit_of, in_history
 from night.rows import (
     Kind,
-    commit_with_row,
     good,
     kept_before,
     kind_here,
@@ -74,7 +73,7 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
 def keep(args: argparse.Namespace) -> None:
     """Sets a commit's status for good and prints the new reference."""
     kind = kind_here(args)
-    commit = commit_with_row(args.revision, kind.rows())
+    commit = commit_of(args.revision)
     status = "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
         raise PrepareError(f"results.tsv has no result of {commit} on {kind}")

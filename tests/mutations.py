@@ -1090,10 +1090,6 @@ SECTIONS = [
     ("The script agent", "tests/bench/script_agent.py", ["test_script_agent.py"], [
         ("what not in prompt and source.count(old) == 1", "source.count(old) == 1"),
     ]),
-    ("Kept on this branch", "night/rows.py", ["test_loop.py", "-k", "conflicting"], [
-        ("here = kept & {", "here = kept | {"),
-        ("(0 < len(here) < len(kept))", "True"),
-    ]),
     ("Gains", "night/wave.py", ["test_loop.py", "-k", "spread"], [
         ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "math.ceil(runs / self.pool.gpus)"),
         ("min(self.args.per_gpu, math.ceil(runs / self.pool.gpus))", "self.args.per_gpu"),
@@ -1125,9 +1121,6 @@ SECTIONS = [
         ("noise_versions(base[0], night.branch) if begins else {}", "noise_versions(base[0], night.branch)"),
         ("self.subject.startswith(NUDGED)", "False"),
     ]),
-    ("Ideas", "night", ["test_memory.py", "-k", "tried_is_told"], [
-        ('f"{len(kept)} kept"', """f"{sum(row['status'] == 'keep' for row in rows)} kept\""""),
-    ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
         ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
         ("            last = folder\n", "            return folder\n"),
@@ -1149,10 +1142,6 @@ SECTIONS = [
         ("abs(idea.change) < noise.band(len(idea.changes))", "abs(idea.change) < noise.sd"),
         ("splitlines()[-20:]", "splitlines()[:0]"),
         ("[baseline(rows)])[-1]", "[baseline(rows)])[0]"),
-    ]),
-    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tuners"], [
-        ("key=lambda idea: idea.score or math.inf)", "key=lambda idea: idea.score)"),
-        ('if family.startswith("Tuned"):', "if False:"),
     ]),
     ("The picture", "night/plot.py", ["test_night.py", "-k", "baseline"], [
         ("y[kept].min() if kept.any() else first", "scores.min()"),
@@ -1337,11 +1326,6 @@ SECTIONS = [
         ('row is first[row["commit"]] or row["by"] != "run"', "True"),
         ('or row["by"] != "run"]', "]"),
         ("for row in reversed(rows)}", "for row in rows}"),
-    ]),
-    ("The commit to go back to", "night/rows.py", ["test_memory.py", "-k", "commit_without_rows"], [
-        ("with_train_of(commit, names)", "names"),
-        ("return same[-1]", "return commit"),
-        ('if f"{commit}+" in names:', "if False:"),
     ]),
     ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "compared_with_the_mean"], [
         ("statistics.mean(bpb for _, bpb in pairs)", "pairs[-1][1]"),

@@ -95,7 +95,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     kept = [row for row in rows if row["status"] == "keep"]
     morning.report()
     output = capsys.readouterr().out
-    assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept, 9 crashed." in output
+    assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept on this branch, 9 crashed." in output
     assert "it may be chance.\nThis is look 1 at it. The next one, with --seeds 6, has a 99% interval" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
