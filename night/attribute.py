@@ -129,8 +129,7 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
             name = f"{branch() or 'HEAD'}-pruned-{pruned}"
             with suppress(subprocess.CalledProcessError):  # somebody has already gone on with it
                 create_ref(f"refs/heads/{name}", pruned)
-            shorter, longer = (len(read_train(commit).splitlines()) for commit in (pruned, full))
-            text += f" Branch {name} has {shorter} lines, not {longer}."
+            text += f" It is branch {name}."
     return "\n".join([*lines, "", text])
 
 

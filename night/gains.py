@@ -48,14 +48,6 @@ def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
     return text, merged
 
 
-class Again(NamedTuple):
-    """Proposal n: gains that are trained again, merged with a reference."""
-
-    n: int
-    reference: str
-    gains: list[Gain]
-
-
 class Gains:
     """The gains of a night that wait, and how they become its reference."""
 
@@ -63,7 +55,7 @@ class Gains:
         """propose(n, base, text, subject): has a merge trained, returns whether it is. runs(): those not ended."""
         self.kind, self.branch, self.propose, self.runs = kind, branch, propose, runs
         self.gains: dict[int, Gain] = {}  # by number
-        self.again: Again | None = None
+        self.again: tuple[int, str, list[Gain]] | None = None  # proposal n merges a reference with these gains
 
     def __bool__(self) -> bool:
         """Whether any is left to decide in this night."""
@@ -75,7 +67,7 @@ class Gains:
         if waits:
             size = self.score(base) - row["val_bpb"]
             self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
-        if self.again and self.again.n == n:
+        if self.again and self.again[0] == n:
             self.settle_again(row["status"] == "keep")
 
     def settle_again(self, gained: bool) -> None:
@@ -112,7 +104,7 @@ class Gains:
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
             n = new_proposal(self.branch)
             trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
-            self.again = Again(n, now, merged)
+            self.again = n, now, merged
             if not trains:  # it has been tried
                 self.settle_again(False)
 

@@ -1,8 +1,6 @@
 """A picture of the night: results.tsv as progress.png."""
 
 import argparse
-import subprocess
-from contextlib import suppress
 
 import numpy as np
 
@@ -40,11 +38,9 @@ def draw(ax, rows: list[dict]) -> None:
     """Draws a chart, crashes on its lower edge and outliers on its upper one. Its line and title are those of the most
     frequent seed and of what was kept on HEAD's branch."""
     x, y = np.arange(1, len(rows) + 1), np.array([row["val_bpb"] for row in rows])
-    status, main, found = np.array([row["status"] for row in rows]), one_seed(rows), []
+    status, main = np.array([row["status"] for row in rows]), one_seed(rows)
     merged = [row for row in main if row["status"] == "keep"]
-    with suppress(OSError, subprocess.CalledProcessError):  # no git
-        merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
-        found = ideas(rows)
+    merged = in_history(merged) or merged  # of ideas on side branches, none is what the next one edits
     kept, scores, first = np.array([row in merged for row in rows]), y[status != "crash"], baseline(main)["val_bpb"]
     best = y[kept].min() if kept.any() else first
     low = scores.min()
@@ -57,7 +53,7 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        noise = Noise.of(rows, found)
+        noise = Noise.of(rows, ideas(rows))
         if noise.sd:
             band = lowest[-1] - 2 * noise.sd, lowest[-1] + 2 * noise.sd
             ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {noise.whose}")

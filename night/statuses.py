@@ -6,15 +6,7 @@ from collections.abc import Collection, Iterable
 
 import harness
 from night.git import commit_of, in_history
-from night.rows import (
-    Kind,
-    good,
-    kept_before,
-    kind_here,
-    pairs,
-    reference,
-    run_name,
-)
+from night.rows import Kind, good, kept_before, kind_here, pairs, reference, run_name
 from prepare import PrepareError
 
 

@@ -761,7 +761,7 @@ def test_patience_does_not_end_while_a_gain_waits_or_is_trained_again(played):
     night.gains.gains[1] = gain(1, 0.1)
     assert night.over() == ""
     night.gains.gains.clear()
-    night.gains.again = gains.Again(2, "now", [])
+    night.gains.again = (2, "now", [])
     assert night.over() == ""
 
 

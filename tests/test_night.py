@@ -748,7 +748,6 @@ def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_
 @pytest.mark.parametrize("to_beat", [None, 0.0])
 def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(git_of_night, "ROOT", tmp_path)  # no git there
     for seed, score in enumerate(scores):
         row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x", seed=seed)
         harness.log_result(**row, to_beat=to_beat)
