@@ -2,7 +2,7 @@
 
 import argparse
 
-from harness import budget_name, crashed, read_results
+from harness import crashed, read_results
 from night import records
 from night.git import commit_of, in_history
 from night.ideas import SLOWER, Idea, expect, ideas
@@ -19,13 +19,11 @@ def show(args: argparse.Namespace) -> None:
 
 
 def last_place(args: argparse.Namespace) -> list[dict]:
-    """The experiments with that budget (five minutes; or, if there are none, any) on the last one's GPU and dataset."""
+    """The experiments with that budget and --gpu on the last one's GPU and dataset."""
     rows = experiments()
     found = [row for row in rows if (row["budget"], row["gpu"].partition(" as ")[2]) == (args.budget, args.gpu or "")]
-    if not found and not args.gpu and args.budget == budget_name():
-        found = rows
     if not found:
-        raise PrepareError(f"results.tsv has no row of {args.budget}: train something first")
+        raise PrepareError(f"results.tsv has no row of {args.budget}: give the night's --tokens, --seconds and --gpu")
     return [row for row in rows if place(row) == place(found[-1])]
 
 

@@ -1137,8 +1137,7 @@ SECTIONS = [
         ("self.sd * math.sqrt(2 / ", "self.sd * math.sqrt(1 / "),
         ("2 / pairs)", "2)"),
     ]),
-    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told or leave_records or chain or five_minute"], [
-        ("        found = rows\n", "        pass\n"),
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told or leave_records or chain or one_budget"], [
         ("abs(idea.change) < noise.band(len(idea.changes))", "abs(idea.change) < noise.sd"),
         ("splitlines()[-20:]", "splitlines()[:0]"),
         ("[baseline(rows)])[-1]", "[baseline(rows)])[0]"),
@@ -1391,9 +1390,8 @@ SECTIONS = [
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by"], [
         ('.get("dataset", row["dataset"]) == row["dataset"]', ' is not None'),
     ]),
-    ("Ideas", "night", ["test_memory.py", "-k", "tried_is_told or five_minute"], [
+    ("Ideas", "night", ["test_memory.py", "-k", "tried_is_told or one_budget"], [
         ('    if same_seed:\n        means', '    if not same_seed:\n        means'),
-        ('if not found and not args.gpu and args.budget == budget_name():', 'if not found:'),
         ('(args.budget, args.gpu or "")]', '(args.budget, row["gpu"].partition(" as ")[2])]'),
     ]),
 ]  # fmt: skip

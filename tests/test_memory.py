@@ -84,7 +84,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
     assert curve.read_text().splitlines()[-1] == "40\t10.0\t1500000\t2.0\t0.1"
 
-    night = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
+    night = printed(capsys, show.show, revision=None, budget="1.5 M tokens", gpu=None)
     assert f"-0.1000* {faster} faster" in night
     assert f"- {crash} crash" in night and "[MemoryError]" in night
     assert f"Reference: {base}, base, 1.3000." in night
@@ -228,12 +228,13 @@ def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch):
     assert noises.Noise.of([{}], found).sd == pytest.approx(math.sqrt((0.004**2 + 0.001**2) / 2), 0.01)
 
 
-def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
+def test_show_is_about_runs_of_one_budget_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", commit="abc", description="x")
     args = SimpleNamespace(**FIVE_MINUTES)
     harness.log_result(val_bpb=1.0, budget="1 M tokens", **row)
-    assert show.about_night(show.last_place(args)).startswith("# cpu, 1 M tokens, d\n")
+    with pytest.raises(prepare.PrepareError, match="no row of 300 s: give the night's --tokens"):
+        show.last_place(args)
     harness.log_result(val_bpb=0.0, reason="killed", **row)
     harness.log_result(val_bpb=1.0, budget="1 M tokens", **row)
     harness.log_result(val_bpb=1.25, test_bpb=1.3, report=True, **row)
@@ -244,9 +245,9 @@ def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_refere
     assert "\n1.250000 report, test 1.300000, seed 42, cpu, 300 s, d" in told, "a report refers to its rows"
 
 
-def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):
+def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", LOG)
-    told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
+    told = show.about_night(show.experiments())
     assert len(told) < 13_000  # characters: fewer than 5,000 tokens
     assert "133 experiments with 131 commits; 16 kept, 11 crashed." in told
     if subprocess.run(["git", "cat-file", "-e", "1164dca"], cwd=ROOT, capture_output=True).returncode:
