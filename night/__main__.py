@@ -80,15 +80,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = command(tune, nights, help="a loop whose agent is Optuna, which moves train.py's constants")
     add("--sampler", choices=[*SAMPLERS], default="tpe", help="Optuna sampler (tpe)")
     add("--knobs", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="search only these")
-    add("--list", action="store_true", help="only print the knobs and their ranges")
     add = command(report, many, help="how much of the night's gain was luck?")
     add("--seeds", type=int, default=3, metavar="N", help="number of new seeds (3)")
-    add("--scale", action="store_true", help="also train both with two and four times the budget: does the gain last?")
     add("--attribute", action="store_true", help="also tell which kept changes are real, and prune the others")
     add = command(show, budget, help="print what has been tried so far, or all about one commit's runs")
     add("revision", nargs="?", metavar="COMMIT")
-    add = command(plot, help="draw results.tsv as progress.png, or some commits' loss curves as curves.png")
-    add("revisions", nargs="*", metavar="COMMIT")
+    command(plot, help="draw results.tsv as progress.png")
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):

@@ -16,8 +16,7 @@ import harness
 import prepare
 from night.checkout import SCRATCH
 from night.git import ROOT, in_history
-from night.ideas import describe
-from night.proposals import AGAIN, checkout, diff, folder, live_row, new_proposal, plain
+from night.proposals import AGAIN, checkout, folder, live_row, new_proposal, plain
 from night.rows import Kind
 from night.run import guard
 from night.show import about_night
@@ -72,14 +71,20 @@ class Agent(NamedTuple):
 
     def described(self) -> str:
         """The first line with text in its file IDEA, or ""."""
-        for line in plain(self.work / "IDEA").decode(errors="replace").splitlines():
-            if idea := harness.clean(line).partition(AGAIN)[0][:100].strip():
-                return self.name + idea
-        return ""
+        return self.name_of(plain(self.work / "IDEA").splitlines())
 
     def idea(self) -> str:
-        """What it says it changes, else what it changes: programs print banners, which nobody should read as ideas."""
-        return self.described() or self.name + describe(diff(self.files["train.py"], self.train(), context=0))[:100]
+        """What it says it changes, else its first new line: what it prints may be a banner."""
+        before = self.files["train.py"].splitlines()
+        new = [line for line in self.train().splitlines() if line not in before]
+        return self.described() or self.name_of([*new, b"fewer lines"])
+
+    def name_of(self, lines: list[bytes]) -> str:
+        """The first line with text, or ""."""
+        for line in lines:
+            if idea := harness.clean(line.decode(errors="replace")).partition(AGAIN)[0][:100].strip():
+                return self.name + idea
+        return ""
 
     def train(self) -> bytes:
         """Its train.py, with the line ends of the one it got."""

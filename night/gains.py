@@ -10,8 +10,6 @@ from night.proposals import AGAIN, new_proposal, note, program
 from night.rows import Kind, good, reference, scores
 from night.statuses import set_status
 
-LAST = 10  # merges that are trained after the hours
-
 
 class Gain(NamedTuple):
     """Proposal n, which scored lower than its base by `size` bits per byte, with one seed: partly luck."""
@@ -22,47 +20,21 @@ class Gain(NamedTuple):
     subject: str
     bpb: float
     size: float
-    group: str = ""  # those of one group are merged together, at the end of the night; see `split`
 
 
-class Take(NamedTuple):
-    gain: Gain  # becomes the reference
+def next_step(reference: str, gains: list[Gain], pending: bool, over: bool) -> list[Gain]:
+    """The gains to go on with, [] for now if none: one over the reference becomes the reference, others are merged with
+    it and trained again. pending: anything is being trained; over: no more proposals will come.
 
-
-class Merge(NamedTuple):
-    gains: list[Gain]  # are merged with the reference, and the result is trained
-
-
-def next_step(reference: str, gains: list[Gain], merging: bool, pending: bool, over: bool) -> Take | Merge | None:
-    """What to do with the gains that wait; None: nothing yet.
-
-    merging: a merge is being trained; pending: so is anything; over: no more proposals will come.
-    The largest gain comes first. One over an older reference is merged with the new one and trained again. Meanwhile
-    the others wait, or small gains would overtake a large one again and again. After the night, all are merged at once.
+    The largest gain comes first. Meanwhile the others wait, or small gains would overtake a large one again and again.
+    After the night, all are merged at once.
     """
-    gains = by_size(gains)
-    if merging or not gains:
-        return None
+    gains = sorted(gains, key=lambda gain: gain.size, reverse=True)
     if on_top := [gain for gain in gains if gain.base == reference]:
-        return Take(on_top[0])
+        return on_top[:1]
     if not over:
-        return Merge(gains[:1])
-    group = min(gain.group for gain in gains)
-    return None if pending else Merge([gain for gain in gains if gain.group == group])
-
-
-def split(gains: list[Gain]) -> list[Gain]:
-    """What to try after these gains, merged, were no gain: the largest alone, then each half of the others."""
-    first, *others = by_size(gains)
-    if not others:
-        return []
-    middle = (len(others) + 1) // 2
-    parts = [[first], others[:middle], others[middle:]]
-    return [gain._replace(group=f"{gain.group}{i}") for i, part in enumerate(parts) for gain in part]
-
-
-def by_size(gains: list[Gain]) -> list[Gain]:
-    return sorted(gains, key=lambda gain: gain.size, reverse=True)
+        return gains[:1]
+    return [] if pending else gains
 
 
 def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
@@ -76,14 +48,6 @@ def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
     return text, merged
 
 
-class Again(NamedTuple):
-    """Proposal n: gains that are trained again, merged with a reference."""
-
-    n: int
-    reference: str
-    gains: list[Gain]
-
-
 class Gains:
     """The gains of a night that wait, and how they become its reference."""
 
@@ -91,12 +55,11 @@ class Gains:
         """propose(n, base, text, subject): has a merge trained, returns whether it is. runs(): those not ended."""
         self.kind, self.branch, self.propose, self.runs = kind, branch, propose, runs
         self.gains: dict[int, Gain] = {}  # by number
-        self.again: Again | None = None
-        self.last = 0  # merges that were trained after the hours
+        self.again: tuple[int, str, list[Gain]] | None = None  # proposal n merges a reference with these gains
 
     def __bool__(self) -> bool:
         """Whether any is left to decide in this night."""
-        return bool(self.gains) and self.last < LAST
+        return bool(self.gains)
 
     def settle(self, n: int, base: str, row: dict) -> None:
         waits = row["status"] == "keep" and not in_history([row])
@@ -104,16 +67,12 @@ class Gains:
         if waits:
             size = self.score(base) - row["val_bpb"]
             self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
-        if self.again and self.again.n == n:
+        if self.again and self.again[0] == n:
             self.settle_again(row["status"] == "keep")
 
     def settle_again(self, gained: bool) -> None:
-        """Gains that were trained again are decided; unless that was no gain: then parts of them wait again."""
         n, now, gains = self.again
-        left = [] if gained else split(gains)
-        self.gains |= {gain.n: gain for gain in left}
-        if not left:
-            self.decided(f"keep, and again on {now} as proposal {n}" + ", which is no gain" * (not gained), *gains)
+        self.decided(f"keep, and again on {now} as proposal {n}" + ", which is no gain" * (not gained), *gains)
         self.again = None
 
     def advance(self, pending: bool, over: bool) -> None:
@@ -122,15 +81,14 @@ class Gains:
             kept = {row["commit"] for row in self.kind.rows() if row["status"] == "keep"}
             self.decided("discard", *[gain for gain in self.gains.values() if gain.commit not in kept])  # by a person
             now = reference(self.kind)
-            step = next_step(now, [*self.gains.values()], False, pending, over)
-            if isinstance(step, Take):
-                self.move(step.gain)
-                self.decided("keep", step.gain)
-            elif step and not (over and self.last >= LAST):
-                self.merge(now, step.gains)
-                self.last += over
-            else:
+            gains = next_step(now, [*self.gains.values()], pending, over)
+            if not gains:
                 break
+            if gains[0].base == now:
+                self.move(gains[0])
+                self.decided("keep", gains[0])
+            else:
+                self.merge(now, gains)
 
     def merge(self, now: str, gains: list[Gain]) -> None:
         first, before = gains[0], read_train(now)
@@ -146,7 +104,7 @@ class Gains:
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
             n = new_proposal(self.branch)
             trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
-            self.again = Again(n, now, merged)
+            self.again = n, now, merged
             if not trains:  # it has been tried
                 self.settle_again(False)
 

@@ -5,8 +5,6 @@ from numpy.typing import ArrayLike
 
 SHARE = 0.1  # of a night's gain: what a pruned file may lose
 MISS = 0.05  # chance that a statement is wrong: a pruned file that loses more, a gain outside its interval
-POWER = 0.8  # chance that a pruned file which loses nothing is found not to
-FEWEST, MOST = 5, 10  # seeds with which a pruned file is compared with the full one
 
 
 def miss_of_look(look: int) -> float:
@@ -25,21 +23,6 @@ def interval(differences: ArrayLike, miss: float = MISS) -> tuple:
     mean, error = np.mean(differences, -1), np.std(differences, -1, ddof=1) / np.sqrt(n)
     margin = stats.t.isf(miss / 2, n - 1) * error
     return mean, error, mean - margin, mean + margin
-
-
-def upper_bound(costs: ArrayLike) -> float:
-    """The true mean of paired differences is below it, but for a chance of MISS."""
-    return interval(costs, 2 * MISS)[3]
-
-
-def pairs_needed(allowed: float, sd: float) -> int:
-    """So many seeds (FEWEST to 999) bring `upper_bound` below `allowed` with a chance of POWER if nothing is lost.
-    sd: standard deviation between versions with the same seed."""
-    from scipy import stats
-
-    pairs = np.arange(FEWEST, 1000)
-    bounds = (stats.t.isf(MISS, pairs - 1) + stats.norm.ppf(POWER)) * sd * np.sqrt(2 / pairs)
-    return int(pairs[min(np.searchsorted(-bounds, -allowed), len(pairs) - 1)])
 
 
 def shrink(gains: ArrayLike, sd: ArrayLike) -> np.ndarray:

@@ -51,12 +51,12 @@ def count_verdicts() -> Counter:
     return Counter(re.match(r"\w+", text)[0] for text in verdicts().values() if text not in ("", ENDED))
 
 
-def diff(before: bytes, text: bytes, context: int = 3) -> str:
-    """Between two versions of train.py, with so many lines around each change."""
+def diff(before: bytes, text: bytes) -> str:
+    """Between two versions of train.py."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in (("before", before), ("after", text)):
             Path(folder, name).write_bytes(content)
-        options = ["--no-index", "--no-ext-diff", "--no-color", f"-U{context}"]
+        options = ["--no-index", "--no-ext-diff", "--no-color"]
         run = harness.run_git("diff", *options, "before", "after", cwd=folder, check=False)
     return run.stdout.decode(errors="replace")
 

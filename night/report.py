@@ -11,11 +11,10 @@ from night.git import create_ref, git, in_history
 from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
-from night.pool import Run
 from night.records import run_seconds
-from night.rows import count_kept, elsewhere, experiments, good, pairs, scores
+from night.rows import experiments, good, pairs, scores
 from night.wave import Trainer, run_of, start_pool
-from prepare import TIME_BUDGET, PrepareError
+from prepare import PrepareError
 
 
 def report(args: argparse.Namespace) -> None:
@@ -29,10 +28,9 @@ def report(args: argparse.Namespace) -> None:
     pool, kind = start_pool(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
-        raise PrepareError(f"no experiment on {kind}{elsewhere(experiments(), kind) or ': there is nothing to report'}")
+        raise PrepareError(f"results.tsv has no experiment on {kind}")
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
-    title = f"{kind}: {len(rows)} experiments, {count_kept(rows)}, "
-    title += f"{sum(map(crashed, rows))} crashed."
+    title = f"{kind}: {len(rows)} experiments, {len(kept)} kept on this branch, {sum(map(crashed, rows))} crashed."
     print(title)
     parts = [title]
 
@@ -50,8 +48,6 @@ def report(args: argparse.Namespace) -> None:
         ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)
         write(gains(kept[0], kept[-1], rows, trained, *remember_look(*ends, trained, kind.dataset)))
-        if args.scale:
-            write("\n".join(scale(*ends, trainer, runs, trained, factor) for factor in (2, 4)))
         if args.attribute:
             gain = statistics.mean(before - after for before, after in pairs(trained, *ends))
             write(f"## Which of the kept changes are real?\n\n{attribute(kept, trainer, gain)}")
@@ -107,23 +103,6 @@ def gains(
     if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
-
-
-def scale(first: str, last: str, trainer: Trainer, runs: list[Run], rows: list[dict], factor: int) -> str:
-    """A line: how much of the gain remains with `factor` times the budget, by runs with the same seeds."""
-    args, kind, limit = argparse.Namespace(**vars(trainer.args)), trainer.kind, trainer.pool.limit
-    args.seconds = None if args.tokens else factor * (args.seconds or TIME_BUDGET)
-    args.tokens, args.limit = args.tokens and factor * args.tokens, factor * args.limit
-    kind = kind._replace(budget=harness.budget_name(args.seconds, args.tokens))
-    trainer.pool.limit = args.limit
-    longer = Trainer(args, trainer.pool, kind).train(runs)
-    trainer.pool.limit = limit
-    both = [[a - b for a, b in pairs(some, first, last)] for some in (rows, longer)]
-    if min(map(len, both)) < 2:
-        return f"With {kind.budget}, fewer than two seeds succeeded with both revisions."
-    (before, *_), (gain, _, low, high) = map(interval, both)
-    share = f", {gain / before:.0%} of that with {trainer.kind.budget}" if before > 0 else ""
-    return f"- With {kind.budget} the gain on val is {gain:.4f} (95% interval {low:.4f} to {high:.4f}){share}."
 
 
 def remember_look(first: str, last: str, rows: list[dict], dataset: str) -> tuple[int, list[str]]:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import harness
 import prepare
 from harness import crashed
-from night.git import commit_of, in_history, with_train_of
+from night.git import commit_of, in_history
 from night.pool import gpu_names
-from prepare import PrepareError
 
 NUDGED = "noise: constants x "  # begins the subjects of versions that only measure the noise
 
@@ -81,13 +80,6 @@ def baseline(rows: list[dict]) -> dict:
     return min(rows, key=lambda row: (row["status"] != "keep", crashed(row)))
 
 
-def count_kept(rows: list[dict]) -> str:
-    """`43 kept (10 on this branch)`: commits. Others are on side branches, as gains over older references can be."""
-    kept = {row["commit"].rstrip("+") for row in rows if row["status"] == "keep"}
-    here = kept & {row["commit"] for row in in_history(rows)}
-    return f"{len(kept)} kept" + f" ({len(here)} on this branch)" * (0 < len(here) < len(kept))
-
-
 def good(rows: list[dict], commit: str) -> list[dict]:
     """Rows of a commit that did not crash. (Of uncommitted files, a row's commit has a +.)"""
     return [row for row in rows if row["commit"] == commit and not crashed(row)]
@@ -133,19 +125,6 @@ def kept_before(rows: list[dict], commit: str) -> set[str]:
     return {row["commit"] for row in rows[:first] if row["status"] == "keep"}
 
 
-def commit_with_row(revision: str, rows: list[dict]) -> str:
-    """A revision's commit or, if that has no row, the last one with the same train.py that has one."""
-    commit, names = commit_of(revision), [row["commit"] for row in rows]
-    if commit in names:
-        return commit
-    if same := with_train_of(commit, names):
-        print(f"{commit} has no row; {same[-1]} has the same train.py")
-        return same[-1]
-    if f"{commit}+" in names:
-        raise PrepareError(f"what ran on {commit} was not committed: commit it and run it again")
-    return commit
-
-
 def five_minutes(kind: Kind) -> Kind:
     """Runs of train.py without options on the same GPU."""
     return kind._replace(budget=harness.budget_name(), imitates="")
@@ -154,12 +133,5 @@ def five_minutes(kind: Kind) -> Kind:
 def print_reference(args: argparse.Namespace) -> None:
     kind = kind_here(args)
     print(reference(kind))
-    if not (kind.rows() or five_minutes(kind).rows()) and (has := elsewhere(experiments(), kind)):
-        print(f"night: this is HEAD, as results.tsv has no row on {kind}{has}", file=sys.stderr)
-
-
-def elsewhere(rows: list[dict], kind: Kind) -> str:
-    """`, but on cpu, 1 M tokens, d: give that budget` about rows of other kinds; "" without rows."""
-    places = sorted({", ".join(place(row)) for row in rows})
-    remedy = ": give that budget" * any(row["budget"] != kind.budget for row in rows)
-    return f", but on {' and '.join(places)}{remedy}" if places else ""
+    if not (kind.rows() or five_minutes(kind).rows()) and experiments():
+        print(f"night: this is HEAD, as results.tsv has no row on {kind}", file=sys.stderr)

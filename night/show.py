@@ -1,45 +1,41 @@
 """The memory of a night: what has been tried, as short text for a person or an agent."""
 
 import argparse
-import math
 
-from harness import budget_name, crashed, read_results
+from harness import crashed, read_results
 from night import records
-from night.git import in_history
-from night.ideas import Idea, expect, ideas
+from night.git import commit_of, in_history
+from night.ideas import SLOWER, Idea, expect, ideas
 from night.noise import Noise, with_error
-from night.rows import baseline, commit_with_row, count_kept, experiments, grouped, kept, place
+from night.rows import baseline, experiments, grouped, kept, place
 from prepare import PrepareError
-
-TRIALS = 5  # a tuner makes many: list the best ones
 
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
     if args.revision:
-        return print(about_commit(commit_with_row(args.revision, read_results())))
+        return print(about_commit(commit_of(args.revision)))
     print(about_night(last_place(args)))
 
 
 def last_place(args: argparse.Namespace) -> list[dict]:
-    """The experiments with that budget (five minutes; or, if there are none, any) on the last one's GPU and dataset."""
+    """The experiments with that budget and --gpu on the last one's GPU and dataset."""
     rows = experiments()
     found = [row for row in rows if (row["budget"], row["gpu"].partition(" as ")[2]) == (args.budget, args.gpu or "")]
-    if not found and not args.gpu and args.budget == budget_name():
-        found = rows
     if not found:
-        raise PrepareError(f"results.tsv has no row of {args.budget}: train something first")
+        raise PrepareError(f"results.tsv has no row of {args.budget}: give the night's --tokens, --seconds and --gpu")
     return [row for row in rows if place(row) == place(found[-1])]
 
 
 def about_night(rows: list[dict]) -> str:
-    """Markdown about rows of one kind: the reference, ideas by family, and crashes."""
+    """Markdown about rows of one kind: the reference, ideas, crashes."""
     found = ideas(rows)
     noise = Noise.of(rows, found)
     expect(found, noise)
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)
-    count = f"{len(rows)} experiments with {len(found)} commits; {count_kept(rows)}, {sum(map(crashed, rows))} crashed."
+    gains = sum(idea.status == "keep" for idea in found)
+    count = f"{len(rows)} experiments with {len(found)} commits; {gains} kept, {sum(map(crashed, rows))} crashed."
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
     lines = [f"# {', '.join(place(rows[0]))}", count, f"Reference: {reference.commit}, {reference.subject}, {score}."]
@@ -50,25 +46,9 @@ def about_night(rows: list[dict]) -> str:
         "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
         "`likely`: a guess at its mean from all of the night's, as the best of many is partly luck.\n"
     )
-    crashes = [idea for idea in found if idea.status == "crash" and not idea.tuner]
-    families = grouped([idea for idea in found if idea not in crashes], lambda idea: idea.family)
-    knobs = sorted(name for name, group in families.items() if all(name in idea.values for idea in group))
-    lines += [knob(name, families.pop(name), noise) for name in knobs]
-    for name, group in sorted(families.items()):
-        title = name or "The first reference" + ", and what is not committed or not in this clone" * (len(group) > 1)
-        if group[0].tuner:
-            title += f": the best of {len(group)} trials"
-            group = sorted(group, key=lambda idea: idea.score or math.inf)[:TRIALS]
-        lines += [f"\n## {title}", *entries(group, noise)]
-    if crashes:
-        lines += ["\n## Crashed", *entries(crashes, noise)]
+    for family, group in grouped(found, lambda idea: idea.family).items():
+        lines += [f"\n## {family}", *(entry(idea, noise) for idea in group)]
     return "\n".join(lines)
-
-
-def knob(name: str, group: list[Idea], noise: Noise) -> str:
-    """All that was tried of one constant: `- MATRIX_LR: 0.03 -> 0.024 +0.0011, 0.03 -> 0.038 +0.0013`."""
-    tried = grouped(group, lambda idea: " -> ".join(idea.values[name])).items()
-    return f"- {name}: " + ", ".join(" ".join([text, *(gain(idea, noise) for idea in same)]) for text, same in tried)
 
 
 def gain(idea: Idea, noise: Noise) -> str:
@@ -82,16 +62,12 @@ def gain(idea: Idea, noise: Noise) -> str:
     return with_error(idea.changes, "+.4f", ".4f") + near + mark
 
 
-def entries(group: list[Idea], noise: Noise) -> list[str]:
-    """One line per idea."""
-    lines = []
-    for idea in group:
-        size = " (+{} -{})".format(*idea.lines) if idea.diff else ""
-        crash = idea.status == "crash"
-        score = "" if crash else f"{gain(idea, noise)} "
-        notes = [f"[{idea.reason}]"] * crash + idea.oddities
-        lines.append(f"- {score}{idea.commit} {idea.subject}{size}{'; '.join(['', *notes])}")
-    return lines
+def entry(idea: Idea, noise: Noise) -> str:
+    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`."""
+    if idea.status == "crash":
+        return f"- {idea.commit} {idea.subject} [{idea.reason}]"
+    slow = f"; takes {idea.slowdown:.2f} times as long per token as usual" * (idea.slowdown > SLOWER)
+    return f"- {gain(idea, noise)} {idea.commit} {idea.subject}{slow}"
 
 
 def about_commit(commit: str) -> str:

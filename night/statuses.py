@@ -5,18 +5,8 @@ import statistics
 from collections.abc import Collection, Iterable
 
 import harness
-from night.git import in_history
-from night.rows import (
-    Kind,
-    commit_with_row,
-    elsewhere,
-    good,
-    kept_before,
-    kind_here,
-    pairs,
-    reference,
-    run_name,
-)
+from night.git import commit_of, in_history
+from night.rows import Kind, good, kept_before, kind_here, pairs, reference, run_name
 from prepare import PrepareError
 
 
@@ -63,11 +53,10 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
 def keep(args: argparse.Namespace) -> None:
     """Sets a commit's status for good and prints the new reference."""
     kind = kind_here(args)
-    commit = commit_with_row(args.revision, kind.rows())
+    commit = commit_of(args.revision)
     status = "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
-        has = elsewhere(good(harness.read_results(), commit), kind) or ": train it first"
-        raise PrepareError(f"results.tsv has no result of {commit} on {kind}{has}")
+        raise PrepareError(f"results.tsv has no result of {commit} on {kind}")
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
     if not args.discard and not in_history(good(kind.rows(), commit)):
         print(f"{commit} is on another branch: merge it, or it will not count")

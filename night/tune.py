@@ -18,57 +18,42 @@ if __name__ == "__main__":  # it works in a checkout, whose night/ has no log
 import harness
 from harness import crashed
 from night.git import branch, read_train
-from night.knobs import SIZES, Knob, edit, read_knobs
+from night.knobs import Knob, edit, read_knobs
 from night.loop import loop
-from night.proposals import accepted, live_row
+from night.proposals import accepted
 from night.rows import kind_here, one_seed, reference
 from night.run import train_options
 from night.show import last_place
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
-ASKED = 200  # times that Optuna is asked for values that nobody has tried
 SUBJECT = 100  # characters
 
 
 def tune(args: argparse.Namespace) -> None:
-    """A loop whose agent is `propose`; with args.list, only prints the knobs."""
-    rows = rows_of(args)
-    knobs = knobs_of(read_train(reference(kind_here(args)) if rows else "HEAD"), rows, args)
-    if args.list:
-        return print(*knobs, sep="\n")
+    """A loop whose agent is `propose`."""
     import optuna  # noqa: F401  better missed now than in every trial
 
+    read_knobs(read_train(reference(kind_here(args))), args.knobs)  # so are knobs that are none
     words = [sys.executable, __file__, *train_options(args), f"--sampler={args.sampler}"]
     args.agent = [shlex.join(words + [f"--knobs={','.join(args.knobs)}"] * bool(args.knobs))]
     loop(args)
 
 
 def propose(args: argparse.Namespace) -> None:
-    """Moves constants of ./train.py to values that nobody has tried, and describes that in ./IDEA."""
+    """Moves constants of ./train.py, and describes that in ./IDEA."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    source, rows = Path("train.py").read_bytes(), rows_of(args)
-    knobs = knobs_of(source, rows, args)
+    source = Path("train.py").read_bytes()
+    knobs = read_knobs(source, args.knobs)
     study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[args.sampler])())
-    tried = {tuple(knob.value for knob in knobs)}
-    for commit, score in trials(rows, args.sampler):
-        found = {}
-        with suppress(subprocess.CalledProcessError, PrepareError):  # this clone does not have it; another file
-            found = {knob.name: knob.value for knob in knobs_of(read_train(commit), rows, args)}
-        if all(knob.name in found for knob in knobs):
-            values = {knob.name: found[knob.name] for knob in knobs}
-            tried.add(tuple(values.values()))
-            study.add_trial(trial_of(values, knobs, score))
-    for _ in range(ASKED):
-        trial = study.ask()
-        drawn = [knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log)) for knob in knobs]
-        if tuple(drawn) not in tried:
-            break
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)
-    else:
-        raise PrepareError("all values have been tried: name more knobs")
+    for commit, score in trials(args):
+        with suppress(subprocess.CalledProcessError, PrepareError, KeyError):  # not in this clone; another file
+            found = {knob.name: knob.value for knob in read_knobs(read_train(commit), args.knobs)}
+            study.add_trial(trial_of({knob.name: found[knob.name] for knob in knobs}, knobs, score))
+    trial = study.ask()
+    drawn = [knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log)) for knob in knobs]
     moved = {knob: value for knob, value in zip(knobs, drawn, strict=True) if value != knob.value}
     most = sorted(moved, key=lambda knob: -abs(moved[knob] / knob.value - 1))  # the largest change first
     changes = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(moved[knob])}" for knob in most)
@@ -76,24 +61,17 @@ def propose(args: argparse.Namespace) -> None:
     Path("train.py").write_bytes(edit(source, moved))
 
 
-def rows_of(args: argparse.Namespace) -> list[dict]:
-    with suppress(PrepareError):  # no row yet
-        return one_seed(last_place(args))
-    return []
-
-
-def knobs_of(source: bytes, rows: list[dict], args: argparse.Namespace) -> list[Knob]:
-    return read_knobs(source, live_row(rows), args.knobs, () if args.tokens else SIZES)
-
-
-def trials(rows: list[dict], sampler: str) -> Iterator[tuple[str, float | None]]:
+def trials(args: argparse.Namespace) -> Iterator[tuple[str, float | None]]:
     """Commit and val_bpb of what was kept and of this sampler's proposals: 0.0 of a crash, None while it trains."""
+    ours, rows = f"tune {args.sampler}: ", []
+    with suppress(PrepareError):  # no row yet
+        rows = one_seed(last_place(args))
     for row in rows:
-        if row["status"] == "keep" or f"tune {sampler}: " in row["description"]:
+        if row["status"] == "keep" or ours in row["description"]:
             yield row["commit"], 0.0 if crashed(row) else row["val_bpb"]
     ended = {row["commit"] for row in harness.read_results()}
     for commit, (_, _, subject) in accepted(branch()).items():
-        if commit not in ended and f"tune {sampler}: " in subject:
+        if commit not in ended and ours in subject:
             yield commit, None
 
 

@@ -16,7 +16,7 @@ from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Ended, Local, Run, gpu_names, label, one_model
-from night.records import Board, end_record, new_record
+from night.records import end_record, new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import judge
@@ -96,10 +96,9 @@ class Trainer:
         self.stopped = []  # not empty after a signal
         self.archive = functools.lru_cache(8)(archive)
 
-    def begin(self, total: int = 0) -> None:
-        """From now on `ended` handles signals and shows the active runs, out of `total` (0: unknown) to end."""
+    def begin(self) -> None:
+        """From now on `ended` handles signals."""
         harness.handle_signals(lambda *_: self.stopped.append(True))
-        self.board = Board(total)
 
     def train(self, runs: list[Run], base=("", "")) -> list[dict]:
         """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
@@ -110,7 +109,7 @@ class Trainer:
         runs = list(dict.fromkeys(runs))
         self.todo = [(run, base) for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
-        self.begin(len(self.todo))
+        self.begin()
         while self.todo or self.pending:
             self.fill()
             for run, row in self.ended():
@@ -147,7 +146,6 @@ class Trainer:
             if self.stopped:  # it may have ended a run, too
                 break
             yield result.run, self.log(result, self.pending.pop(result.run))
-        self.board.update([*self.records.values()], len(self.pending) + len(self.todo))
         if self.stopped:
             print("interrupted: the same command continues")
             for folder in self.records.values():

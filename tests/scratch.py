@@ -9,7 +9,6 @@ from night import git as night_git
 from night import proposals, records
 from night.git import read_train
 from night.pool import Ended, Run
-from night.records import Board
 from night.rows import Kind
 from night.wave import Trainer
 
@@ -101,9 +100,7 @@ class Scratch:
         return self.shell("git rev-parse --short=7 HEAD")
 
     def trainer(self, args, kind: Kind | None = None) -> Trainer:
-        trainer = Trainer(args, self.pool, kind or self.kind)
-        trainer.board = Board()
-        return trainer
+        return Trainer(args, self.pool, kind or self.kind)
 
     def rows(self) -> list[dict]:
         return harness.read_results()

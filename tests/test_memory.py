@@ -1,11 +1,10 @@
-"""What a night remembers: records of runs, what was tried, curves; and what is left to clean."""
+"""What a night remembers: records of runs, and what was tried."""
 
 import argparse
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -20,9 +19,9 @@ from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
-from night import ideas, plot, records, show
+from night import ideas, records, show
 from night import noise as noises
-from night.records import Point, record_name
+from night.records import record_name
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
 FIVE_MINUTES = dict(budget="300 s", gpu=None)
@@ -58,7 +57,7 @@ def printed(capsys, function, **args) -> str:
 
 
 def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone, monkeypatch, capsys):
-    """From them `show` and `plot` say what is true."""
+    """From them `show` says what is true."""
     clone.commit(base=CURVE + "val_bpb = 1.3")
     clone.run("python -m night run --tokens 1500000; python -m night run --tokens 1500000")
     clone.commit(faster=CURVE + "val_bpb = 1.2", crash="print('77 GB'); raise MemoryError")
@@ -69,13 +68,12 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     clone.run("git checkout -q base")
     wave = clone.wave("faster", "crash", "waits", *TWO_SLOTS)
     folder = records.RUNS / f"{waits}-42-1.5M"
-    while not records.curve(folder) or "training" not in prepare.read(folder / "log.txt"):
+    curve = folder / "curve.tsv"
+    while not prepare.read(curve).endswith("\t2.0\t0.1") or "training" not in prepare.read(folder / "log.txt"):
         time.sleep(0.05)
         assert wave.poll() is None, wave.stdout.read()
     while len(clone.rows()) < 4:  # two of the reference, from before
         time.sleep(0.05)
-    line = records.line(folder)
-    assert line.startswith(folder.name) and "step 40, loss 2.0000, 150,000 tok/s, 10 s so far" in line
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
     assert clone.all_gone(runs=True)
@@ -84,34 +82,16 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
         f"{base}-42-1.5M_2",
     }
     assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
-    assert records.curve(folder)[-1] == Point(40.0, 10.0, 1.5e6, 2.0, 0.1)
+    assert curve.read_text().splitlines()[-1] == "40\t10.0\t1500000\t2.0\t0.1"
 
-    night = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
+    night = printed(capsys, show.show, revision=None, budget="1.5 M tokens", gpu=None)
     assert f"-0.1000* {faster} faster" in night
     assert f"- {crash} crash" in night and "[MemoryError]" in night
     assert f"Reference: {base}, base, 1.3000." in night
     told = printed(capsys, show.show, revision="crash", **FIVE_MINUTES)
     assert "77 GB" in told and f"runs/{crash}-42-1.5M" in told
-    told = printed(capsys, plot.plot, revisions=["base", "faster"])
-    assert told == f"{clone.folder / 'curves.png'}\n" and (clone.folder / "curves.png").stat().st_size > 10_000
-    with pytest.raises(prepare.PrepareError, match=r"no row of .* has a loss curve in runs/"):
-        shutil.rmtree(records.RUNS)
-        plot.plot(argparse.Namespace(revisions=["base"]))
     with pytest.raises(prepare.PrepareError, match="there is no commit basis"):
-        plot.plot(argparse.Namespace(revisions=["basis"]))
-
-
-def test_a_commit_without_rows_is_that_with_its_train_py_and_what_was_not_committed_is_said(clone):
-    clone.commit(base="val_bpb = 1.3")
-    base = clone.run("git rev-parse --short=7 base; git checkout -q base").strip()
-    clone.run("python -m night run; git commit -q --allow-empty -m notes")
-    told = clone.run("python -m night show HEAD; python -m night keep HEAD")
-    assert told.count(f"has no row; {base} has the same train.py") == 2
-    assert f"# {base} " in told and f"keep {base}; the next experiment starts from {base}\n" in told
-    clone.run("echo >> train.py; git commit -qam idea; echo >> train.py; python -m night run")
-    for command in ("show", "keep"):
-        said = clone.run(f"python -m night {command} HEAD 2>&1 || true")
-        assert "was not committed: commit it and run it again" in said
+        show.show(argparse.Namespace(revision="basis", **FIVE_MINUTES))
 
 
 def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(clone, monkeypatch):
@@ -130,13 +110,15 @@ def test_an_idea_that_takes_longer_for_its_tokens_than_is_usual_says_so(clone, m
     """As a shared GPU makes runs slower, the fastest of a commit counts, and the median of all is usual."""
     at(monkeypatch, clone.folder)
     lines = [harness.HEADER]
-    for i, seconds in enumerate([40.0, 80.0, 80.0, 85.0, 160.0, None]):
-        lines.append(f"{i:07x}\t1.200000\t1.0\tkeep\tx\tH200 as T4\tcorpus\t62.4 M tokens\t42\t62.4\t\t\trun")
-        folder = records.new_record(f"{i:07x}", 42, "T4", "62.4 M tokens")
+    runs = [(0, 42, 40), (1, 42, 80), (1, 43, 200), (2, 42, 80), (3, 42, 85), (4, 42, 160), (5, 42, 0)]
+    for i, seed, seconds in runs:
+        lines.append(f"{i:07x}\t1.200000\t1.0\tkeep\tx\tH200 as T4\tcorpus\t62.4 M tokens\t{seed}\t62.4\t\t\trun")
+        folder = records.new_record(f"{i:07x}", seed, "T4", "62.4 M tokens")
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
-    told = [idea.oddities for idea in ideas.ideas(harness.read_results())]
-    assert told == [[], [], [], [], ["takes 2.00 times as long as usual"], []]
+    found = ideas.ideas(harness.read_results())
+    told = [show.entry(idea, noises.Noise(0.0, "")).partition("; ")[2] for idea in found]
+    assert told == ["", "", "", "", "takes 1.94 times as long per token as usual", ""]
 
 
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_path):
@@ -169,17 +151,11 @@ def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, tm
     assert records.record_of(row) == second, "neither somebody's copy nor the run of an uncommitted train.py"
     (second / "summary.json").write_text(json.dumps(row | {"dataset": "e"}))
     assert records.record_of(row) == first and records.record_of(row | {"dataset": "e"}) == second
-    (second / "summary.json").unlink()
-    (first / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t2\t3\t4\t\nno line\n2\t4\t6\t3.1\t0.0")
-    (point,) = records.curve(first)  # the last line is being written
-    assert point[:4] == (1, 2, 3, 4) and math.isnan(point.lr)
-    (second / "curve.tsv").write_text("step\tseconds\ttokens\tloss\tlr\n1\t0.00\t8192\t9\t0.1\n2\t0.01\t0\t9\t0.1\n")
-    assert " starts, " in records.line(second)  # a first step within 5 ms, no tokens
 
 
-def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
+def test_what_was_tried_is_told_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):
     def commit(name: str, val_bpb: float, old: str = "", new: str = "", seed: int = 42) -> str:
-        text = "LR = 0.1  # matrices\nDEPTH = 3\nclass Block:\n    width = 2\n    pass\n"
+        text = "LR = 0.1  # matrices\nDEPTH = 3\n"
         text = text.replace(old or "\0", new)
         (clone.folder / "train.py").write_text(text)
         clone.run(f"git add . ; git commit -q --allow-empty -m '{name}' train.py")
@@ -190,30 +166,30 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         return head
 
     at(monkeypatch, clone.folder)
-    mixed = "0.1  # matrices\nDEPTH = 3\nclass Block:\n    width = 2\n    pass"  # most of its lines are in the class
     base = commit("base", 1.30)
-    row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=1.7, commit=base)
+    row = dict(memory_gb=1.0, gpu="cpu", dataset="d", tokens_M=2.0, commit=base)
     harness.log_result(val_bpb=1.31, description="base", seed=1, **row)
     harness.log_result(val_bpb=1.25, description="base (uncommitted: train.py)", **row | {"commit": f"{base}+"})
     for name, val_bpb, old, new in (
         ("higher, seed 42", 1.32, "0.1", "0.2"),
         ("lower", 1.22, "0.1", "0.05"),
-        ("wide", 1.29, "width = 2", "width = 9"),
-        ("mixed", 1.33, mixed, re.sub("1  #|2|pass", "9 #", mixed)),
         ("deeper", 1.295, "DEPTH = 3", "DEPTH = 5"),
         ("both", 0.0, "DEPTH = 3", "DEPTH = 4"),
     ):
         commit(name, val_bpb, old, new)
         clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
     told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
-    assert "9 experiments with 8 commits; 2 kept, 1 crashed." in told, told
+    assert "7 experiments with 6 commits; 3 kept, 1 crashed." in told, told
     assert "deviation of a seed is 0.0071: `~` marks changes below two standard errors, with one seed 0.0200." in told
     assert re.search(r"Reference: \w{7}, lower, 1.2200\.", told)
-    assert "- DEPTH: 3 -> 5 -0.0050~\n- LR: 0.1 -> 0.2 +0.0200, 0.1 -> 0.05 -0.0800* (likely -0.0797)\n" in told
-    assert re.search(r"## Block\n- -0.0100~ \w{7} wide \(\+1 -1\)\n- \+0.0300 \w{7} mixed \(\+3 -3\)", told)
-    assert re.search(r"## Crashed\n- \w{7} both \(\+1 -1\); \[NaN at step 3\]", told)
-    assert re.search(r"- 1.3050\* \w{7} base \(\+5 -\d+\); only 85% of the usual tokens", told)
-    assert re.search(rf"-0.0500\* \(likely \S+\) {base}\+ base \(uncommitted: train.py\)", told)
+    ideas = [
+        rf"- 1.3050\* {base} base",
+        rf"- -0.0500\* \(likely \S+\) {base}\+ base \(uncommitted: train.py\)",
+        r"- \+0.0200 \w{7} higher, seed 42",
+        r"- -0.0800\* \(likely -0.0797\) \w{7} lower",
+        r"- -0.0050~ \w{7} deeper",
+    ]
+    assert re.search("\n\n## Ideas\n" + "\n".join(ideas) + r"\n\n## Crashed\n- \w{7} both \[NaN at step 3\]$", told)
     with pytest.raises(prepare.PrepareError, match="no row of 60 s"):
         show.show(argparse.Namespace(revision=None, budget="60 s", gpu=None))
 
@@ -226,14 +202,10 @@ def test_what_was_tried_is_told_by_family_with_the_change_to_the_file_that_was_e
         told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
         assert ("between versions" in told) == (i >= 3), "needs three degrees of freedom"
     assert "between versions with one seed is 0.0004: `~` marks" in told and ", with one seed 0.0011." in told
-    assert "- DEPTH: 3 -> 5 -0.0050\n" in told, "noise only if each seed had its own luck"
-    commit("again, seed 42", 1.296, "DEPTH = 3", "DEPTH = 5")
+    assert re.search(r"- -0.0050 \w{7} deeper", told), "noise only if each seed had its own luck"
+    other = commit("alone", 1.295, "LR = 0.1", "LR = 0.3", seed=7)
     told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
-    assert "- DEPTH: 3 -> 5 -0.0050 -0.0040\n" in told
-    clone.run(f"git checkout -q {base} -- train.py && git commit -q --allow-empty -m back train.py")
-    other = commit("seed 7 alone", 1.295, "LR = 0.1", "LR = 0.3", seed=7)
-    told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
-    assert "0.1 -> 0.3 1.2950" in told, f"{other} shares no seed with base"
+    assert f"- 1.2950 {other} alone" in told, "it shares no seed with base"
     noise = noises.Noise(0.01, "")
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
@@ -256,24 +228,13 @@ def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch):
     assert noises.Noise.of([{}], found).sd == pytest.approx(math.sqrt((0.004**2 + 0.001**2) / 2), 0.01)
 
 
-def test_of_a_tuners_trials_the_best_five_are_listed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    row = dict(memory_gb=1.0, gpu="g", dataset="d")
-    for i in (0, 3, 1, 5, 2, 4, 6):
-        text = f"{'agent 2: ' * (i % 2)}tune tpe: LR 1 -> {i}" if i else "base"
-        harness.log_result(val_bpb=1.2 + i / 100, commit=f"{i:07d}", description=text, **row)
-    harness.log_result(val_bpb=0.0, commit="crashed", description="tune tpe: LR 1 -> 7", reason="pruned", **row)
-    *_, title, one, two, three, four, five = printed(capsys, show.show, revision=None, **FIVE_MINUTES).splitlines()
-    assert title == "## tuned by tpe: the best of 7 trials"
-    assert [line.split()[-1] for line in (one, two, three, four, five)] == [*"12345"]
-
-
-def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
+def test_show_is_about_runs_of_one_budget_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     row = dict(memory_gb=1.0, gpu="cpu", dataset="d", commit="abc", description="x")
     args = SimpleNamespace(**FIVE_MINUTES)
     harness.log_result(val_bpb=1.0, budget="1 M tokens", **row)
-    assert show.about_night(show.last_place(args)).startswith("# cpu, 1 M tokens, d\n")
+    with pytest.raises(prepare.PrepareError, match="no row of 300 s: give the night's --tokens"):
+        show.last_place(args)
     harness.log_result(val_bpb=0.0, reason="killed", **row)
     harness.log_result(val_bpb=1.0, budget="1 M tokens", **row)
     harness.log_result(val_bpb=1.25, test_bpb=1.3, report=True, **row)
@@ -284,36 +245,15 @@ def test_show_is_about_five_minute_runs_unless_there_are_none_and_names_a_refere
     assert "\n1.250000 report, test 1.300000, seed 42, cpu, 300 s, d" in told, "a report refers to its rows"
 
 
-def test_a_form_feed_in_a_diff_is_no_end_of_a_line():
-    lines, places, _ = ideas.read_diff("@@ -1 +1 @@ def f():\n+\f\n+    x = 1\n-LR = 1")
-    assert lines == (1, 1) and places == {"f": 1, "LR": 1}
-
-
-def test_curves_are_drawn_once_each_also_if_their_subject_looks_like_a_formula(tmp_path, monkeypatch):
-    at(monkeypatch, tmp_path)
-    monkeypatch.setattr(plot, "commit_of", lambda name: name)
-    row = dict(memory_gb=1.0, gpu="g", dataset="d", commit="abc", description=r"$\foo$")
-    harness.log_result(val_bpb=0.0, reason="killed", **row)
-    harness.log_result(val_bpb=1.2, **row)
-    lines = "".join(f"{i}\t{i}\t{i}\t{9 - i / 9}\t0.1\n" for i in range(1, 20))
-    (records.new_record("abc", 42, None, "300 s") / "curve.tsv").write_text(f"step\tseconds\ttokens\tloss\tlr\n{lines}")
-    figures, save = [], plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, name: figures.append(figure) or save(figure, name))
-    plot.plot_curves(["abc"])
-    assert [line.get_label() for line in figures[0].axes[0].lines] == [r"1.2000 abc $\foo$"]
-
-
-def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch, capsys):
+def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", LOG)
-    told = printed(capsys, show.show, revision=None, **FIVE_MINUTES)
+    told = show.about_night(show.experiments())
     assert len(told) < 13_000  # characters: fewer than 5,000 tokens
     assert "133 experiments with 131 commits; 16 kept, 11 crashed." in told
     if subprocess.run(["git", "cat-file", "-e", "1164dca"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("a shallow clone does not have the commits of that night")
-    assert "- ADAM_BETAS: (0.8, 0.95) -> (0.8, 0.98) -0.0002~* (likely +0.0001)" in told, "kept, but noise"
+    assert re.search(r"- -0.0002~\* \(likely \+0.0001\) \w{7} .*0.98", told), "kept, but noise"
     assert "- -0.0047* (likely -0.0039) a8ff3c1 convolution of 3 taps" in told
-    assert "- NGRAM_LR: 0.4 -> 0.6 +0.0008~, 0.4 -> 0.25 +0.0008~" in told
-    assert re.search(r"## NGramEmbedding\n- .*third table of n-grams", told)
 
 
 def test_a_log_of_many_rows_is_told_in_time_that_grows_with_their_number_only(monkeypatch):

@@ -377,9 +377,8 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
     assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
     night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
     assert night.run("python -m night reference") == f"{baseline}\n"
-    for command_ in ("reference", "report"):
-        said = night.run(f"python -m night {command_} --tokens 9")
-        assert ("but on cpu" in said) == (command_ == "report"), "the reference of five-minute runs serves, too"
+    said = night.run("python -m night reference --tokens 9")
+    assert "no row" not in said, "the reference of five-minute runs serves, too"
     (night.folder / "results.tsv").write_text(HEADER + "a\t1.3\t1.0\tkeep\tx\tcpu\td\t5 M tokens\t42\t5.0\t\t\t\n")
     assert "night: this is HEAD, as results.tsv has no row on cpu, " in night.run("python -m night reference")
 
@@ -501,11 +500,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     assert "eeeeeee is on another branch: merge it" in capsys.readouterr().out
     assert changed("b", False) == {1: b"discard", 2: b"discard", 3: b"keep", 7: b"keep"}  # the last one
     assert path.stat().st_mode & 0o777 == 0o640
-    with pytest.raises(prepare.PrepareError, match=r"no result of aaaaaaa on A, 300 s, d: train it first"):
-        changed("a", False)
-    with pytest.raises(
-        prepare.PrepareError, match=r"no result of fffffff on A, 300 s, d, but on A, 20 s, d: give that budget"
-    ):
+    with pytest.raises(prepare.PrepareError, match=r"no result of fffffff on A, 300 s, d$"):
         changed("f", False)
 
 
@@ -753,7 +748,6 @@ def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_
 @pytest.mark.parametrize("to_beat", [None, 0.0])
 def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(git_of_night, "ROOT", tmp_path)  # no git there
     for seed, score in enumerate(scores):
         row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x", seed=seed)
         harness.log_result(**row, to_beat=to_beat)
@@ -781,6 +775,7 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(sys, "argv", ["night", "plot", "HEAD"])
+    monkeypatch.setattr(sys, "argv", ["night", "plot"])
+    monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
     with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
         main()

@@ -95,7 +95,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     kept = [row for row in rows if row["status"] == "keep"]
     morning.report()
     output = capsys.readouterr().out
-    assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept, 9 crashed." in output
+    assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept on this branch, 9 crashed." in output
     assert "it may be chance.\nThis is look 1 at it. The next one, with --seeds 6, has a 99% interval" in output
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
@@ -139,26 +139,9 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
 def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
     morning.stub = "assert seed < 1000\n" + STUB
     morning.simulate(gain=0.02, runs=50)
-    with pytest.raises(prepare.PrepareError, match="0 of 16 runs succeeded, too few"):
+    with pytest.raises(prepare.PrepareError, match=r"0 of \d+ runs succeeded"):
         morning.report("--seeds=2", "--attribute")
-    assert "\n16 runs, 0 more " in capsys.readouterr().out, "different ones, although changes may have to go together"
     assert "the gain's 97% confidence interval" in morning.written()
-
-
-def test_scale_says_how_much_of_the_gain_remains_with_twice_and_four_times_the_budget(morning, capsys):
-    """Here half of it, then nothing."""
-    body = "tokens = next(int(word[9:]) for word in options if word.startswith('--tokens='))\n"
-    body += "left = {1_500_000: 1, 3_000_000: 0.5, 6_000_000: 0}[tokens]\n"
-    morning.stub = body + STUB.replace("TRUE", "1.2 - (1.2 - TRUE) * left").replace("NOISE", "0.0001")
-    morning.simulate(gain=0.02, runs=100)
-    morning.report("--scale")
-    line = r"^- With (.*) M tokens the gain on val is (\S+) \(95% interval (\S+) to (\S+)\), (\S+)% of that with 1.5 M"
-    (twice, *found), (four, *nothing) = re.findall(line, morning.written(), re.M)
-    assert (twice, four) == ("3", "6") and abs(int(found[-1]) - 50) < 5 and abs(int(nothing[-1])) < 5
-    assert all(float(low) < float(gain) < float(high) for gain, low, high, _ in (found, nothing))
-    assert [row["budget"] for row in morning.report_rows()] == [f"{n} M tokens" for n in (1.5, 3, 6) for _ in range(6)]
-    assert len(experiments()) == 100
-    assert morning.pool.limit == 600
 
 
 def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
@@ -176,7 +159,7 @@ def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
     ("runs", "option", "line"),
     [
         (1, "--seeds=3", "Fewer than two revisions were kept on this branch: there is no gain to report."),
-        (1, "--tokens=7", "no experiment on cpu, 7e-06 M tokens, d, but on cpu, 1.5 M tokens, d: give that budget"),
+        (1, "--tokens=7", "results.tsv has no experiment on cpu, 7e-06 M tokens, d"),
         (0, "--seeds=1", "--seeds must be at least 2, not 1: one run has no standard error"),
     ],
 )

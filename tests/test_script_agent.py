@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from script_agent import EDITS, moved, propose
+from script_agent import EDITS, propose
 
 import harness
 
@@ -25,15 +25,3 @@ def test_two_hundred_proposals_are_new_each_and_compile():
         assert what not in prompt and text not in found
         prompt, found = f"{prompt}\n- {what}", found | {text}
     assert all(what in prompt for what in EDITS)
-
-
-def test_what_the_prompt_lists_by_values_is_not_proposed_again():
-    def edited(what: str) -> bytes:
-        return TRAIN.replace(*(text.encode() for text in EDITS[what]))
-
-    told = {what: moved(TRAIN, edited(what)) for what in ("without softcap", "5-grams, too", "no QK-norm")}
-    assert [*told.values()] == ["12.0 -> None ", "(2, 3, 4) -> (2, 3, 4, 5) ", "no constant"]
-    random.seed(1)
-    prompt = f"- SOFTCAP: {told['without softcap']}+0.0067"
-    found = {what for what, _ in (propose(TRAIN, prompt) for _ in range(400))}
-    assert "without softcap" not in found and {"5-grams, too", "no QK-norm"} <= found

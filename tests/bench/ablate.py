@@ -47,13 +47,13 @@ def without(text: str, names: list[str]) -> str:
 
 def effects(names: list[str], measure: Callable, one_by_one: bool) -> list[Change]:
     """What each mechanism is worth. measure: as decide's."""
-    changes = [Change(name, 0) for name in names]
+    changes = [Change(name) for name in names]
     if one_by_one:
         plan = np.tile(np.eye(1 + len(names), dtype=bool)[:, 1:], (SEEDS, 1))  # first of each seed: the full file
         seeds = np.arange(SEEDS).repeat(1 + len(names))
-        estimate(changes, *measure(plan, seeds), 0.0, 0)
+        estimate(changes, *measure(plan, seeds))
     else:
-        try_changes(changes, measure, 0.0, 0)
+        try_changes(changes, measure)
     return changes
 
 
@@ -77,8 +77,7 @@ def main() -> None:
     changes = effects(names, measure, one_by_one)
     print("| without | costs val | test | standard error | verdict |\n| --- | --- | --- | --- | --- |")
     for change in sorted(changes, key=lambda change: -change.val):
-        verdict = change.verdict.replace("open", "no evidence")
-        print(f"| {change.name} | {change.val:+.4f} | {change.test:+.4f} | {change.error:.4f} | {verdict} |")
+        print(f"| {change.name} | {change.val:+.4f} | {change.test:+.4f} | {change.error:.4f} | {change.verdict} |")
 
 
 if __name__ == "__main__":

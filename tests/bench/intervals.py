@@ -9,8 +9,6 @@ Noise: scores are the truth, plus what a seed does to all versions alike (sd 0.0
 with the same seed (`rest`). A night's kept changes are those of tests/bench/keep_rules.py, or given.
 """
 
-import contextlib
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ import keep_rules
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from night.attribute import Change, prune, try_changes
+from night.attribute import PAIRS, Change, prune, try_changes
 from night.intervals import SHARE, interval, miss_of_look, shrink
 
 SEED_SD = 0.001  # over seeds of one version
@@ -54,13 +52,13 @@ def morning(truth: np.ndarray, rest: float, rng: np.random.Generator) -> list[in
 
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scores = (plan @ truth)[:, None] + rng.normal(0, rest, (len(plan), 2))
-        return plan, seeds, scores + rng.normal(0, SEED_SD, (4, 2))[seeds]
+        return plan, seeds, scores + rng.normal(0, SEED_SD, (128, 2))[seeds]
 
-    changes = [Change(str(i), 1) for i in range(len(truth))]
-    sd = try_changes(changes, measure, 0.0, 0)
+    changes = [Change(str(i)) for i in range(len(truth))]
+    try_changes(changes, measure)
     idle = [i for i, change in enumerate(changes) if change.verdict in ("harmful", "no evidence")]
     gain = truth.sum() + rng.normal(0, rest * (2 / 3) ** 0.5)  # three seeds of the first and the last file
-    if idle and prune(lambda pairs: rng.normal([0, truth[idle].sum()], rest, (pairs, 2)), gain, sd)[1]:
+    if idle and prune(rng.normal([0, truth[idle].sum()], rest, (PAIRS, 2)), gain)[1]:
         return idle
     return []
 
@@ -84,14 +82,14 @@ def falsely_real(gain: int, idle: int, by_seed: float, nights: int) -> tuple[flo
     truth, shares = np.repeat([0.002, 0], [gain, idle]), []
     for number in range(nights):
         rng = np.random.default_rng(number)
-        effects = truth + rng.normal(0, by_seed, (4, len(truth)))  # for each seed
+        effects = truth + rng.normal(0, by_seed, (128, len(truth)))  # for each seed
 
         def measure(plan, seeds, effects=effects, rng=rng):
             scores = (plan * effects[seeds]).sum(1, keepdims=True) + rng.normal(0, 0.0003, (len(plan), 2))
-            return plan, seeds, scores + rng.normal(0, SEED_SD, (4, 2))[seeds]
+            return plan, seeds, scores + rng.normal(0, SEED_SD, (128, 2))[seeds]
 
-        changes = [Change(str(i), 1) for i in range(len(truth))]
-        try_changes(changes, measure, 0.0, 0)
+        changes = [Change(str(i)) for i in range(len(truth))]
+        try_changes(changes, measure)
         real = [change.verdict == "real" for change in changes]
         shares.append(sum(real[gain:]) / max(1, sum(real)))
     return float(np.mean(shares)), float(np.mean(np.array(shares) > 0))
@@ -124,8 +122,7 @@ def main() -> None:
     print("\n| kept changes | rest | pruned | loses more than allowed |\n| --- | --- | --- | --- |")
     for name, truth_of in CASES.items():
         for rest in (0.0003, 0.001):
-            with contextlib.redirect_stdout(io.StringIO()):
-                pruned, loses = pruning(truth_of, rest, nights)
+            pruned, loses = pruning(truth_of, rest, nights)
             print(f"| {name} | {rest} | {pruned:.1%} | {loses:.1%} |", flush=True)
     print("\n| changes that gain, that do not | by seed | false among `real` | nights with one |")
     print("| --- | --- | --- | --- |")

@@ -17,7 +17,7 @@ import numpy as np
 from keep_rules import Case, draw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from night.gains import Gain, Take, next_step, split
+from night.gains import Gain, next_step
 
 NIGHTS = 200
 
@@ -43,13 +43,11 @@ class Night:
                 self.late += not self.left
                 self.left -= self.left > 0
                 heapq.heappush(self.training, (time + rng.uniform(0.9, 1.1), rng.random(), run))
-            time, _, (file, base, merged) = heapq.heappop(self.training)
+            time, _, (file, base, _) = heapq.heappop(self.training)
             self.scores[file] = rng.normal(-self.truth(file), sd)
             gain = Gain(0, file, base, "", self.scores[file], self.scores[base] - self.scores[file])
             if gain.size > 0:
                 self.gains.append(gain)
-            else:
-                self.gains += split(merged) if merged and not at_once else []
             if not at_once:
                 self.advance()
             elif self.gains and self.gains[-1].base == self.now:
@@ -62,15 +60,12 @@ class Night:
 
     def advance(self) -> None:
         merging = any(merged for *_, merged in (*self.queue, *(run for *_, run in self.training)))
-        while step := next_step(self.now, self.gains, merging, bool(self.training), not self.left):
-            done = [step.gain] if isinstance(step, Take) else step.gains
-            self.gains = [gain for gain in self.gains if gain not in done]
-            if isinstance(step, Take):
-                self.now = step.gain.commit
-            elif self.train_again(done):
-                break
+        while not merging and (step := next_step(self.now, self.gains, bool(self.training), not self.left)):
+            self.gains = [gain for gain in self.gains if gain not in step]
+            if step[0].base == self.now:
+                self.now = step[0].commit
             else:
-                self.gains += split(done)
+                merging = self.train_again(step)
 
     def train_again(self, gains: list[Gain]) -> bool:
         file = self.now.union(*(gain.commit - gain.base for gain in gains))

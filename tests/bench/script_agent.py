@@ -7,7 +7,6 @@ night can be tried out, and timed.
 """
 
 import random
-import re
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import edits
 
-from night.ideas import CONSTANT
 from night.knobs import edit, read_knobs
 
 EDITS = {f"without {name}": pair for name, pair in edits.EDITS.items()}
@@ -95,10 +93,9 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
     """A description and a train.py that, by the prompt, nobody has tried."""
     for what in random.sample([*EDITS], len(EDITS)) if random.random() < 0.5 else ():
         old, new = (text.encode() for text in EDITS[what])
-        text = source.replace(old, new)
-        if what not in prompt and source.count(old) == 1 and moved(source, text) not in prompt:
-            return what, text
-    knobs = read_knobs(source, None, searched=())  # no sizes
+        if what not in prompt and source.count(old) == 1:
+            return what, source.replace(old, new)
+    knobs = read_knobs(source)
     while True:
         knob = random.choice(knobs)
         at, low, high = random.random(), knob.low, knob.high
@@ -106,12 +103,6 @@ def propose(source: bytes, prompt: str) -> tuple[str, bytes]:
         what = f"{knob.name} {knob.text} -> {knob.literal(drawn)}"
         if drawn != knob.value and what not in prompt:
             return what, edit(source, {knob: drawn})
-
-
-def moved(source: bytes, text: bytes) -> str:
-    """How the prompt lists an edit that moves a constant: `12.0 -> None `."""
-    before, after = (dict(re.findall("(?m)^" + CONSTANT, code.decode())) for code in (source, text))
-    return next((f"{before[name]} -> {after[name]} " for name in before if before[name] != after[name]), "no constant")
 
 
 def main() -> None:
