@@ -1202,7 +1202,7 @@ SECTIONS = [
         ("2 * (true == 0)", "0"),
         ("range(50)", "range(1)"),
     ]),
-    ("The columns", "harness/columns.py", ["test_harness.py", "-k", "older or each_value or budget or common or notebook or line_of_its_own"], [
+    ("The columns", "harness/columns.py", ["test_harness.py", "-k", "older or each_value or budget or common or line_of_its_own"], [
         ("map(clean, fields)", "fields"),
         ('if columns == EIGHT:', 'if False:'),
         ('if row["status"] == "crash" and text', 'if text'),
@@ -1275,7 +1275,7 @@ SECTIONS = [
         ('self.args, self.dataset = args, prepare.dataset_id()', 'self.args, self.dataset = args, None'),
         ('budget=self.args.budget, seed=self.args.seed)', 'budget=self.args.budget)'),
     ]),
-    ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or seven_digits or told_from"], [
+    ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or told_from"], [
         ('"kernels.py", "harness"]', '"kernels.py"]'),
         ('"prepare.py", "kernels.py"', '"prepare.py"'),
         ('("+" if notes else "")', '""'),

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from reference_model import sliding_attention
+from small_corpus import ROOT
 from sympy import Integer
 from torch._functorch import config as aot_autograd
 from torch._inductor import config
@@ -25,8 +26,6 @@ from torch._inductor.virtualized import V
 import harness
 import prepare
 import train
-
-ROOT = Path(__file__).parent.parent
 
 # Driver's name, compute capability, multiprocessors, MHz, dense 16-bit TFLOP/s with fp32 accumulation by datasheet
 CHIPS = {
@@ -107,7 +106,7 @@ def machine(monkeypatch, tmp_path):
     return put
 
 
-def install_fa4(folder: Path, text: str) -> None:
+def install_fa4(folder, text: str) -> None:
     for module in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[module]
     (folder / "flash_attn/cute").mkdir(parents=True, exist_ok=True)
@@ -147,7 +146,9 @@ def test_each_gpu_in_the_tables_gets_the_row_it_is_in(page, machine):
     assert {name.replace("RTX", "RTX ") for name in harness.GPUS} <= found, "--gpu names more"
 
 
-def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_one(machine, capsys):
+def test_an_unknown_gpu_is_taken_for_a_relative_a_clock_of_zero_for_a_usual_one_and_one_that_is_taken_is_told_of(
+    machine, capsys, monkeypatch
+):
     machine("NVIDIA B400", (10, 7), 200, 2000)
     assert harness.pick_gpu()[1].peak_flops == harness.peak_flops((10, 3), 200, 2000)
     assert "Unknown GPU NVIDIA B400 (compute capability 10.7, 2000 MHz), taken for " in (out := capsys.readouterr().out)
@@ -157,38 +158,42 @@ def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_
     assert "taken for compute capability 7.5, 1500 MHz, 61 TFLOP/s" in capsys.readouterr().out
     harness.pick_gpu("T4")
     assert capsys.readouterr().out == "", "one that is named is known"
-
-
-@pytest.mark.parametrize("capability", [(7, 0), (8, 6), (12, 0)])
-def test_a_gpu_that_this_pytorch_has_no_kernels_for_is_refused_with_the_index_that_has_them(
-    capability, machine, monkeypatch
-):
-    machine("some GPU", capability, 80, 1500)
-    cuda13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: cuda13)
-    if capability < (7, 5):
-        with pytest.raises(prepare.PrepareError, match=r"no kernels for compute capability .*whl/cu126"):
-            harness.pick_gpu()
-        assert harness.pick_gpu("cpu")[0].type == "cpu"
-    else:
-        harness.pick_gpu()
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
-        with pytest.raises(prepare.PrepareError, match="the newest"):
-            harness.pick_gpu()
-
-
-def test_a_gpu_that_triton_does_not_know_is_refused(machine):
-    machine("Tesla P100", (6, 0), 56, 1480)
-    with pytest.raises(prepare.PrepareError, match=r"\(6, 0\) is below 7.0.*--gpu cpu"):
-        harness.pick_gpu()
-    assert harness.this_gpu().peak_flops > 0 and harness.pick_gpu("cpu")[0].type == "cpu"
-
-
-def test_a_gpu_that_is_mostly_taken_is_told_of_before_memory_runs_out(machine, monkeypatch, capsys):
-    machine("Tesla T4", (7, 5), 40, 1590)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * 2**30, 16 * 2**30))
-    harness.pick_gpu()
+    harness.pick_gpu("T4")
     assert capsys.readouterr().out == "Others use 12.0 of this GPU's 16.0 GiB: memory may run out\n"
+
+
+CUDA13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+OLD = ["sm_75", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "hip", "compiler", "refusal"),
+    [
+        ((6, 0), CUDA13, None, "/bin/cc", r"\(6, 0\) is below 7.0.*--gpu cpu"),  # Triton does not know it
+        ((7, 0), CUDA13, None, "/bin/cc", r"no kernels for compute capability .*whl/cu126"),
+        ((8, 6), CUDA13, None, "/bin/cc", None),
+        ((12, 0), CUDA13, None, "/bin/cc", None),
+        ((8, 6), OLD, None, "/bin/cc", "no kernels for compute capability .*the newest"),
+        ((12, 0), OLD, None, "/bin/cc", "no kernels for compute capability .*the newest"),
+        ((9, 4), CUDA13, "6.2", "/bin/cc", "use --gpu cpu"),  # AMD's
+        ((7, 5), CUDA13, None, "", "needs a C compiler on a GPU: install gcc, or set CC"),
+    ],
+)
+def test_a_gpu_that_cannot_run_is_refused_with_the_remedy_and_the_cpu_runs_without_a_question_to_it(
+    capability, architectures, hip, compiler, refusal, machine, monkeypatch
+):
+    """A question would take memory of the GPU, which no fork of this process could use any more."""
+    machine("some GPU", capability, 80, 1500)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(prepare.PrepareError, match=refusal) if refusal else nullcontext():
+        harness.pick_gpu()
+    assert harness.this_gpu().peak_flops > 0
+    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
+    assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, ""))
 
 
 @pytest.mark.parametrize("idle, threads", [(3.9, 4), (2.2, 2), (0.0, 1)])
@@ -219,16 +224,6 @@ def test_idle_cores_are_counted_among_those_that_this_process_may_use():
             process.wait()
 
 
-def test_without_a_c_compiler_the_run_ends_in_a_line(machine, monkeypatch):
-    machine("Tesla T4", (7, 5), 40, 1590)
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(prepare.PrepareError, match="needs a C compiler on a GPU: install gcc, or set CC"):
-        harness.pick_gpu()
-    monkeypatch.setenv("CC", "/opt/bin/cc")
-    harness.pick_gpu()
-
-
 @pytest.mark.parametrize("fa3", [FLASH, ""], ids=["FA3", "no FA3"])
 def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine, fa3):
     machine("NVIDIA H200", (9, 0), 132, 1980, 141 * 10**9, fa3)
@@ -237,24 +232,26 @@ def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine,
     assert harness.pick_gpu("A100")[1].flash == ""
     assert harness.pick_gpu("B200")[1] == harness.named_gpu("B200")._replace(capability=(9, 0), flash=flash)
     assert harness.pick_gpu("H100")[1].flash == harness.pick_gpu()[1].flash == flash
-    assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, ""))
 
 
-def test_gpu_cpu_does_not_ask_cuda(machine, monkeypatch):
-    """That would take memory of a GPU, which no fork of this process could use any more."""
-    machine("NVIDIA H200", (9, 0), 132, 1980)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", None)
-    assert harness.pick_gpu("cpu")[0].type == "cpu"
+FA3_INDEX = "--index-url https://download.pytorch.org/whl/cu130"
 
 
-def test_a_hopper_without_fa3_is_another_kind_of_gpu_and_says_how_to_get_it(machine, capsys):
-    install = "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
-    for fa3, name in ((FLASH, "NVIDIA H200"), ("", "NVIDIA H200, without FA3")):
-        machine("NVIDIA H200", (9, 0), 132, 1980, fa3=fa3)
-        assert harness.gpu_name() == name and harness.gpu_name("H100") == f"{name} as H100"
-        assert [harness.gpu_name(other) for other in ("T4", "cpu")] == ["NVIDIA H200 as T4", "NVIDIA H200 as cpu"]
-        harness.pick_gpu()
-        assert (install in capsys.readouterr().out) == (not fa3)
+@pytest.mark.parametrize(
+    ("chip", "kind", "install"),
+    [("H200", "FA3", f"pip install flash-attn-3 {FA3_INDEX}"), ("B200", "FA4", "pip install 'flash-attn-4[cu13]'")],
+)
+def test_a_gpu_without_its_flash_attention_is_another_kind_of_gpu_and_says_how_to_get_it(
+    chip, kind, install, machine, capsys
+):
+    for there in (False, True):
+        machine(*CHIPS[chip][:-1], fa3=FLASH * (there or kind == "FA4"), fa4=there)
+        name = CHIPS[chip][0]
+        assert [harness.gpu_name(other) for other in ("T4", "cpu")] == [f"{name} as T4", f"{name} as cpu"]
+        name += f", without {kind}" * (not there)
+        assert harness.gpu_name() == name and harness.gpu_name(chip) == f"{name} as {chip}"
+        assert harness.pick_gpu()[1].flash == harness.pick_gpu("H100")[1].flash == (kind.lower() if there else "")
+        assert (install in capsys.readouterr().out) == (not there)
 
 
 def test_the_name_of_the_gpu_does_not_import_fa3_and_a_broken_one_ends_the_run_with_the_remedy(machine):
@@ -264,14 +261,6 @@ def test_the_name_of_the_gpu_does_not_import_fa3_and_a_broken_one_ends_the_run_w
         harness.load_fa3()
     machine("NVIDIA H200", (9, 0), 132, 1980, fa3=FLASH)
     assert harness.load_fa3().__name__ == "flash_attn_func"
-
-
-def test_a_b200_takes_fa4_where_it_is_installed_and_says_how_to_get_it(machine, capsys):
-    for fa4, name in ((False, "NVIDIA B200, without FA4"), (True, "NVIDIA B200")):
-        machine("NVIDIA B200", (10, 0), 148, 1965, fa3=FLASH, fa4=fa4)
-        assert harness.gpu_name() == name and harness.gpu_name("T4") == "NVIDIA B200 as T4"
-        assert harness.pick_gpu()[1].flash == harness.pick_gpu("H100")[1].flash == ("fa4" if fa4 else "")
-        assert ("4, which is faster: pip install 'flash-attn-4[cu13]'" in capsys.readouterr().out) == (not fa4)
 
 
 def test_fa4_compiles_and_one_that_disagrees_with_a_mask_ends_the_run_with_the_remedy(monkeypatch, tmp_path):
@@ -307,13 +296,6 @@ def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
     assert harness.pick_gpu() == (torch.device("cpu"), harness.GPU(None, 0.0))
     assert harness.pick_gpu("H100")[1] == harness.named_gpu("H100")._replace(capability=None)
     assert harness.gpu_name() == "cpu" and harness.gpu_name("T4") == "cpu as T4"
-
-
-def test_an_amd_gpu_is_refused_with_what_runs(machine, monkeypatch):
-    machine("AMD Instinct MI300X", (9, 4), 304, 2100)
-    monkeypatch.setattr(torch.version, "hip", "6.2")
-    with pytest.raises(prepare.PrepareError, match="use --gpu cpu"):
-        harness.pick_gpu()
 
 
 def test_inductors_cache_folder_needs_no_entry_in_etc_passwd(monkeypatch):

@@ -181,21 +181,6 @@ def test_the_log_goes_before_anything_large(session, monkeypatch, cell):
     assert session.logs()[cell == "save"] == [HEADER, row("a"), row("b")]
 
 
-def test_files_of_the_cache_that_are_here_are_not_replaced_by_drives_older_ones(session):
-    for place, text in ((session.drive / "cache", "old"), (session.cache, "new")):
-        (place / "data").mkdir(parents=True)
-        (place / "current").write_text(text)
-    (session.drive / "cache" / "data" / "train_00000.bin").write_text("tokens")
-    write_log(".")
-    session.cell("restore")
-    assert (session.cache / "current").read_text() == "new"
-    assert [path.name for path in (session.cache / "data").iterdir()] == ["train_00000.bin"]
-    (session.cache / "raw").mkdir()
-    session.cell("restore")
-    session.cell("save")
-    assert (session.drive / "cache" / "current").read_text() == "new" and not (session.drive / "cache" / "raw").exists()
-
-
 @pytest.mark.slow
 def test_run_all_reaches_a_summary_a_text_and_a_picture_and_keeps_all_on_drive(tmp_path, monkeypatch):
     reason = "not in the extra [test]: 37 packages, 105 MB"

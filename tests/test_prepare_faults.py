@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -16,11 +15,8 @@ import http_faults
 import numpy as np
 import pytest
 from http_faults import FaultyServer
-from hypothesis import given
-from hypothesis import strategies as st
 from small_corpus import ROOT, run_prepare, texts, tree, write_climbmix, write_parquet
 
-import harness
 import prepare
 from prepare import PrepareError, Tokenizer
 
@@ -37,14 +33,6 @@ def fails(capsys, monkeypatch, *args: str) -> str:
 def test_an_empty_data_is_no_request_for_the_current_dataset(prepared):
     with pytest.raises(PrepareError, match="--data is empty"):
         prepare.prepare("")
-
-
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch, capsys):
-    """As in a container that runs under a number: neither HOME nor an entry in /etc/passwd."""
-    for name in ("HOME", "AUTORESEARCH_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert "no home directory: set AUTORESEARCH_CACHE" in fails(capsys, monkeypatch, "--verify")
 
 
 def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monkeypatch):
@@ -132,10 +120,8 @@ def test_shards_of_another_tokenizer_are_refused_and_made_again(prepared, corpus
     next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu"))
 
 
-@pytest.mark.parametrize("cache", ["/proc/autoresearch", "{}/a file/cache"])
-def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, monkeypatch, capsys, cache):
-    (tmp_path / "a file").touch()
-    monkeypatch.setenv("AUTORESEARCH_CACHE", cache.format(tmp_path))
+def test_a_cache_that_cannot_be_written_names_another_folder(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AUTORESEARCH_CACHE", "/proc/autoresearch")
     assert "set AUTORESEARCH_CACHE" in fails(capsys, monkeypatch, "--data", str(corpus))
 
 
@@ -149,30 +135,18 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path, monkey
     assert left == {"lock", "tokenizer.txt", "test_00000.bin", "val_00000.bin"}
 
 
-def remount(mount: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", mount], check=True)
-
-
 def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(
     tmpfs, prepared, corpus, tmp_path, monkeypatch, capsys
 ):
     cache = shutil.copytree(prepared, tmpfs / "cache")
     write_parquet(tmpfs / "more" / "a.parquet", texts(5))
     (cache / "current").write_text("another dataset\n")
-    remount(tmpfs, "ro")
+    subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
     assert prepare.prepare(str(corpus)).name.startswith("corpus@"), "though it is not the current one"
     assert "Read-only" in fails(capsys, monkeypatch, "--data", str(tmpfs / "more"))
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path))
     prepare.prepare(str(tmpfs / "more"))  # the text itself may be read-only
-
-
-def test_a_read_only_checkout_is_one_line(tmpfs, prepared, corpus, monkeypatch, capsys):
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
-    monkeypatch.setattr(prepare, "DATASET", tmpfs / ".dataset")
-    remount(tmpfs, "ro")
-    said = fails(capsys, monkeypatch, "--data", str(corpus))
-    assert "Read-only file system" in said and ".dataset': fix that, or, for the cache" in said
 
 
 # Download
@@ -210,21 +184,32 @@ FAULTS |= {name: getattr(http_faults, name) for name in ("nothing", "corrupt", "
 MOVING = {name: getattr(http_faults, name) for name in ("truncate", "stall")}
 
 
-@pytest.mark.parametrize("fault", FAULTS | MOVING)
-def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, fault, monkeypatch):
+METHODS = [*(("GET", fault) for fault in FAULTS), ("HEAD", "500"), ("HEAD", "429")]  # HEAD: before the transfer
+
+
+def serve(parquet: bytes, method: str, faults) -> FaultyServer:
+    return FaultyServer({A_PARQUET: parquet}, *([faults] if method == "GET" else [[], faults]))
+
+
+def asked(server: FaultyServer, method: str) -> int:
+    return sum(request[0] == method for request in server.requests)
+
+
+@pytest.mark.parametrize(("method", "fault"), [*METHODS, *(("GET", fault) for fault in MOVING)])
+def test_a_fault_that_passes_is_got_over(parquet, hurried, tmp_path, method, fault, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)  # as it stalls for a second
-    with FaultyServer({A_PARQUET: parquet}, [(FAULTS | MOVING)[fault]] * 2) as server:
+    with serve(parquet, method, [(FAULTS | MOVING)[fault]] * 2) as server:
         fetch(server, tmp_path)
-        assert len(server.ranges()) > 2
+        assert asked(server, method) > 2
     assert (tmp_path / "a.parquet").read_bytes() == parquet
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, fault):
-    with FaultyServer({A_PARQUET: parquet}, itertools.repeat(FAULTS[fault])) as server:
+@pytest.mark.parametrize(("method", "fault"), METHODS)
+def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurried, tmp_path, method, fault):
+    with serve(parquet, method, itertools.repeat(FAULTS[fault])) as server:
         with pytest.raises(PrepareError) as error:
             fetch(server, tmp_path)
-        assert len(server.ranges()) >= prepare.ATTEMPTS
+        assert asked(server, method) >= prepare.ATTEMPTS
     assert "a.parquet of some/data: " in str(error.value) and "run again" in str(error.value)
     assert "\n" not in str(error.value) and not (tmp_path / "a.parquet").exists()
     assert sum(hurried) <= 10 * 60 and {1, 2, 4, 8} <= set(hurried)
@@ -255,17 +240,6 @@ def test_what_will_not_change_is_not_tried_again_and_advises_on_a_login_that_is_
         assert len(server.requests) <= 3 and not hurried  # one of them asks whether the hub answers
     text = str(error.value)
     assert ("renew or unset HF_TOKEN" in text) == advice and "run again" in text and "\n" not in text
-
-
-@pytest.mark.parametrize("fault", [http_faults.status(500), http_faults.status(429)], ids=["500", "429"])
-def test_trouble_before_the_transfer_is_got_over_or_ends_in_one_line(parquet, hurried, tmp_path, fault):
-    with FaultyServer({A_PARQUET: parquet}, [], [fault] * 3) as server:
-        fetch(server, tmp_path)
-    assert (tmp_path / "a.parquet").read_bytes() == parquet
-    with FaultyServer({A_PARQUET: parquet}, [], itertools.repeat(fault)) as server:
-        with pytest.raises(PrepareError, match="run again"):
-            fetch(server, tmp_path / "again")
-        assert not server.ranges() and sum(hurried) <= 10 * 60
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
@@ -393,69 +367,3 @@ def test_the_current_dataset_never_lies_outside_the_cache(tmp_path, monkeypatch,
     (cache / "current").write_bytes(name.encode(errors="surrogateescape"))
     with pytest.raises(PrepareError, match=r"no data prepared|is not prepared"):
         prepare.current_dataset()
-
-
-def test_links_left_in_a_strangers_cache_are_not_written_through(served, tmp_path, monkeypatch):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    raw = tmp_path / "cache" / "climbmix" / "raw"
-    raw.mkdir(parents=True)
-    for link in (raw.parent / "tokenizer.txt.tmp", raw.parent / "tokenizer.txt", raw.parent / "val_00000.bin"):
-        link.symlink_to(precious)
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    with FaultyServer(served) as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        prepare.prepare("climbmix", 1)
-    assert precious.read_text() == "mine"
-
-
-# Fuzzing: whatever a file holds, it is read or it is a PrepareError.
-
-
-@st.composite
-def mutations(draw, good: bytes) -> bytes:
-    """Pieces of a good file replaced, inserted, removed, or something else altogether."""
-    if draw(st.integers(0, 9)) == 0:
-        return draw(st.binary(max_size=300))
-    data = bytearray(good)
-    for _ in range(draw(st.integers(1, 3))):
-        # half of the changes in the first 200 bytes, where the headers are
-        start = draw(st.integers(0, min(200, len(data))) | st.integers(0, len(data)))
-        data[start : start + draw(st.sampled_from([0, 1, 8, 64, 10**6]))] = draw(st.binary(max_size=16))
-    return bytes(data)
-
-
-@pytest.fixture(scope="module")
-def fuzzed(prepared, tmp_path_factory) -> Path:
-    """A dataset with few tokens: 256 bytes and 40 pairs."""
-    folder = tmp_path_factory.mktemp("fuzzed")
-    ranks = {bytes([i]): i for i in range(256)} | {b"a" + bytes([97 + i]): 256 + i for i in range(40)}
-    (folder / "tokenizer.txt").write_bytes(Tokenizer.dump(ranks))
-    log = folder / "results.tsv"
-    for i in range(4):
-        harness.log_result(val_bpb=1 + i / 10, memory_gb=1, gpu="g", dataset="d", commit="c", description="é", path=log)
-    return folder
-
-
-def fuzz_tokenizer(folder: Path, data) -> None:
-    (folder / "sub").mkdir(exist_ok=True)
-    (folder / "sub" / "tokenizer.txt").write_bytes(data.draw(mutations((folder / "tokenizer.txt").read_bytes())))
-    try:
-        tokenizer = Tokenizer.from_directory(folder / "sub")
-    except PrepareError:
-        return
-    text = "abac naïve\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def fuzz_results(folder: Path, data) -> None:
-    path = folder / "fuzzed.tsv"
-    path.write_bytes(data.draw(mutations((folder / "results.tsv").read_bytes())))
-    rows = harness.read_results(path)
-    assert all(set(row) == set(harness.COLUMNS) and isinstance(row["val_bpb"], float) for row in rows)
-
-
-@pytest.mark.parametrize("fuzz", [fuzz_tokenizer, fuzz_results])
-@given(data=st.data())
-def test_no_file_makes_a_reader_fail_otherwise_than_by_its_named_error(fuzzed, fuzz, data):
-    fuzz(fuzzed, data)

@@ -16,7 +16,6 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from reference_model import relative_error, sliding_attention
-from torch.nn.attention import SDPBackend
 
 import harness
 import prepare
@@ -84,9 +83,7 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
     matrices = [config.depth * config.n_embd**2 for config in sizes]
     assert matrices == sorted(matrices)
     assert sizes[0] == train.SIZES[0][1] and sizes[-1] == train.SIZES[-1][1] and sizes[1] == sizes[2] != sizes[3]
-    assert not any(
-        config.n_embd % 64 or config.seq_len % min(config.window, config.seq_len) for _, config in train.SIZES
-    )
+    assert not any(size.n_embd % 64 or size.seq_len % min(size.window, size.seq_len) for _, size in train.SIZES)
 
 
 @pytest.mark.parametrize(
@@ -188,20 +185,6 @@ def test_in_rows_longer_than_those_of_training_a_head_sees_as_far_back_as_in_tra
     weights = scores.masked_fill((far < 0) | (far > 64), -torch.inf).softmax(-1)
     expected = torch.einsum("bhij,bjhd->bihd", weights, v.double())
     assert torch.allclose(train.sdpa(q, k, v, 64, None).double(), expected, atol=1e-5)
-
-
-def test_a_model_of_one_layer_forgets_in_long_rows_what_is_further_back_than_a_row_of_training():
-    model, _ = build(dataclasses.replace(TINY, depth=1, eval_seq_len=256))
-    for matrix in (model.blocks[0].attn.c_proj.weight, model.lm_head.weight):
-        torch.nn.init.normal_(matrix, std=0.3)
-    *tokens, other = torch.randperm(VOCAB)[:193]  # no token twice: induction finds nothing
-    tokens = torch.stack(tokens)[None]
-    changed = tokens.index_fill(1, torch.tensor(20), other)
-    with torch.no_grad():
-        long, again, short = model(tokens), model(changed), model(tokens[:, :64])
-    moved = (long - again).abs().amax(-1)[0]
-    assert torch.allclose(long[:, :64], short, atol=1e-4)
-    assert moved[20:85].min() > 1e-3 and moved[:20].max() < 1e-5 and moved[86:].max() < 1e-5  # a key reads two tokens
 
 
 @pytest.mark.parametrize("softcap", [train.SOFTCAP, None])
@@ -308,30 +291,6 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
     assert average(x, y).item() == expected != model(x, y).item()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["fa3", "fa2"])
-def test_the_trunk_compiles_with_exact_windows(monkeypatch, exact_windows, attention):
-    monkeypatch.setattr(train, "BACKENDS", [SDPBackend.MATH])  # in bf16 a CPU's fused kernel needs AVX-512
-    model = train.build_model(
-        dataclasses.replace(TINY, depth=5), CPU, GPU((9, 0), 0.0, 0, "fa3" if attention == "fa3" else "")
-    )
-    for block in model.blocks:
-        torch.nn.init.normal_(block.attn.c_proj.weight, std=0.1)  # zero at the start, or no gradient would reach q
-    x, y, _ = next(batches())
-
-    def gradient():
-        model.zero_grad()
-        model(x, y).backward()
-        return model.blocks[0].attn.c_qkv.weight.grad
-
-    expected = gradient()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compile_trunk(model, counter, monkeypatch)
-    assert expected.any()
-    torch.testing.assert_close(gradient(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
-    assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
 def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(monkeypatch, capability, fast):
     allowed = []
@@ -353,14 +312,9 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
 # -- Parameters: their groups and their initial values
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [((), "adamw"), ((8,), "adamw"), ((1, 8), "adamw"), ((24, 8), "muon"), ((VOCAB, 8), "adamw"), ((8, VOCAB), "adamw"),
-     ((4, 8, 8), "adamw"), ((8, 1, 3), "adamw"), ((2, 2, 2, 2), "adamw")],
-)  # fmt: skip
-def test_a_parameter_that_declares_nothing_keeps_its_first_values_and_learns_by_its_shape_with_one_line(
-    shape, kind, capsys
-):
+@pytest.mark.parametrize("shape", [(), (8,), (1, 8), (24, 8), (VOCAB, 8), (8, VOCAB), (4, 8, 8), (8, 1, 3)], ids=str)
+def test_a_parameter_that_declares_nothing_keeps_its_first_values_and_learns_by_its_shape_with_one_line(shape, capsys):
+    kind = "muon" if shape == (24, 8) else "adamw"
     model, _ = build(EXPERTS)
     new = [torch.nn.Parameter(torch.rand(shape)) for _ in range(2)]
     before = [p.detach().clone() for p in new]
@@ -383,13 +337,12 @@ def test_what_is_computed_from_parameters_can_declare_nothing():
         train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
 
 
-@pytest.mark.parametrize("by_init", [False, True], ids=["data", "init"])
-def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values_stays(monkeypatch, by_init):
-    """As self.apply(_init_weights) does at the end of a constructor. The optimizer is the declared one."""
+def test_what_is_written_into_a_parameter_that_has_declared_its_values_is_there_again_after_the_warm_up(monkeypatch):
+    """In a constructor, by self.apply(_init_weights), or into a built model. The optimizer is the declared one."""
 
     def fill(module):
         if isinstance(module, torch.nn.Linear):
-            torch.nn.init.constant_(module.weight, 0.25) if by_init else module.weight.data.fill_(0.25)
+            torch.nn.init.constant_(module.weight, 0.25)
 
     class Filled(train.GPT):
         def __init__(self, *args):
@@ -399,28 +352,17 @@ def test_what_a_constructor_writes_into_a_parameter_that_has_declared_its_values
     kinds = [group["kind"] for group in build()[1].param_groups]
     monkeypatch.setattr(train, "GPT", Filled)
     model, optimizer = build()
-    for _ in range(2):  # and again after a warm-up
-        assert (model.lm_head.weight == 0.25).all() and (model.blocks[0].mlp.c_proj.weight == 0.25).all()
-        assert model.embed.weight.std() > 0.9 and [group["kind"] for group in optimizer.param_groups] == kinds
+    assert (model.lm_head.weight == 0.25).all() and [group["kind"] for group in optimizer.param_groups] == kinds
+    model.embed.weight.data.mul_(0.5)
+    model.blocks[0].attn.c_qkv.weight.data[64:128] = 0
+    written = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for again in (False, True):
+        model.init_weights(again)
+        assert all(torch.equal(p, written[name]) for name, p in model.named_parameters())
         with torch.no_grad():
             for p in model.parameters():
                 p += 1
-        model.init_weights(again=True)
-
-
-def test_what_is_written_into_a_model_that_has_been_built_is_there_again_after_the_warm_up():
-    model, _ = build()
-    model.embed.weight.data.mul_(0.5)
-    model.blocks[0].attn.c_qkv.weight.data[64:128] = 0
-    torch.nn.init.normal_(model.lm_head.weight, std=0.05)
-    written = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.init_weights()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 1
-    model.init_weights(again=True)
-    assert all(torch.equal(p, written[name]) for name, p in model.named_parameters())
-    assert written["embed.weight"].std() < 0.6 and written["lm_head.weight"].std() > 0.04
+    assert 0.4 < written["embed.weight"].std() < 0.6
 
 
 def test_a_head_that_is_more_than_its_weight_is_refused_where_the_loss_would_forget_the_rest():
@@ -463,20 +405,6 @@ def test_rates_that_somebody_changes_in_the_loop_are_set_anew_for_each_step():
     assert all((a == b) == (kind == "rows") for a, b, kind in zip(*rates[:2], kinds, strict=True)) and "rows" in kinds
 
 
-def test_modules_of_pytorch_start_as_it_makes_them_and_follow_the_seed():
-    values = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        model = train.GPT(TINY, torch.float32, "sdpa")
-        model.blocks[0].mlp.norm, model.blocks[1].mlp.new = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
-        model.init_weights()
-        torch.nn.init.zeros_(model.blocks[1].mlp.new.weight)
-        model.init_weights(again=True)
-        assert (model.blocks[0].mlp.norm.weight == 1).all()
-        values.append(model.blocks[1].mlp.new.weight.detach())
-    assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2]) and values[0].any()
-
-
 def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_numbers_of_a_run_to_its_seed():
     values, draws = [], []
     for seed, edited in ((1, False), (1, True), (2, False)):
@@ -497,15 +425,6 @@ def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_num
 
 
 # -- Optimizer
-
-
-def test_weights_that_an_edit_replaces_train_on():
-    model, optimizer = build()
-    for weight in (model.blocks[0].mlp.c_fc.weight, model.blocks[1].attn.c_qkv.weight):
-        weight.data = F.normalize(weight.data)
-        before = weight.detach().clone()
-        train_on(model, optimizer)
-        assert not torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["MLP", "experts"])
@@ -575,8 +494,7 @@ def test_any_optimizer_trains_the_model_tables_included_and_gradients_can_be_cli
 def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
     tables = []
     for scaled in (False, True):
-        model, optimizer = build()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        (model, optimizer), scaler = build(), torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
         for _ in range(3):
             step_clipped(model, optimizer, scaler, norm=math.inf)
         tables.append(torch.cat([table.weight.detach() for table in model.ngram_embeds]))
@@ -633,34 +551,6 @@ def test_an_average_of_the_weights_is_a_copy_that_keeps_its_dtype(exact_windows)
         loss = average(*next(batches())[:2])
     assert loss.isfinite() and average.ngram_embeds[0].weight.dtype == torch.bfloat16
     assert average.ngram_embeds[0].weight.any() and len(optimizer.row_grads) == len(train.NGRAMS)
-
-
-@pytest.mark.parametrize("per_token", [1, 2, 4])
-def test_muon_moves_both_matrices_of_an_expert_by_the_same_rms_however_wide_it_is(per_token):
-    """The norm of an update is lr sqrt(outputs): of c_proj sqrt(n_embd)."""
-    model, optimizer = build(dataclasses.replace(TINY, num_experts=4, experts_per_token=per_token))
-    experts, lr = model.blocks[0].experts, train.MATRIX_LR * train.EXPERT_LR_SCALE
-    before = [p.detach().clone() for p in (experts.c_fc, experts.c_proj)]
-    for p in (experts.c_fc, experts.c_proj):
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    for p, old in zip((experts.c_fc, experts.c_proj), before, strict=True):
-        norms = (p - old).detach().norm(dim=(1, 2)) / lr / p.size(1) ** 0.5
-        torch.testing.assert_close(norms, torch.ones(4), rtol=0.15, atol=0)
-
-
-@pytest.mark.parametrize("rows", [[64, 16, 16], [32, 96]], ids=str)
-def test_queries_keys_and_values_are_three_matrices_to_muon_whatever_their_widths(rows):
-    """As in grouped-query attention."""
-    p = train.declare(torch.nn.Parameter(torch.zeros(sum(rows), 64)), None, train.muon(1.0, (rows, -2)))
-    optimizer = train.MuonAdamW([p.optim | dict(params=[p], weight_decay=0.0)], torch.float32)
-    # Singular values from 1 to 2: five iterations leave those near 0, which a random matrix has, too low.
-    blocks = [torch.nn.init.orthogonal_(torch.empty(n, 64)) for n in rows]
-    p.grad = torch.cat([torch.linspace(1, 2, len(block))[:, None] * block for block in blocks])
-    optimizer.step()
-    for part in p.detach().split(rows):
-        singular = torch.linalg.svdvals(part)
-        assert singular.max() / singular.min() < 1.5, "each is orthogonal"
 
 
 def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
@@ -758,19 +648,14 @@ def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_a
         harness.warm_up(model, step)
     assert seen == [9, 3, 1] and model.config.device_batch_size == 1 and model.config.total_batch_size == 18 * 64
     assert capsys.readouterr().out.count("Out of memory") == 2
-
-    def broken(loader):
-        seen.append("once")
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
+    fits, error = 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    model, _ = build()
     with pytest.raises(RuntimeError, match="mat1"):
-        harness.warm_up(build(TINY)[0], broken)
-    assert seen == [9, 3, 1, "once"]
+        harness.warm_up(model, step)
+    assert seen == [9, 3, 1, TINY.device_batch_size], "another error is not tried again"
 
 
-@pytest.mark.parametrize(
-    ("epochs", "resets"), [(0.97, []), (1.01, [2]), (2.5, [6, 16])]
-)  # the pace is known from step 2 on
+@pytest.mark.parametrize(("epochs", "resets"), [(0.97, []), (1.01, [2]), (2.5, [6, 16])])  # a pace: from step 2 on
 def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monkeypatch, tokenizer, epochs, resets):
     real, calls = torch.nn.init.zeros_, []
 
@@ -800,14 +685,6 @@ def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lend
         assert harness.mfu_percent(model, clock, device) == pytest.approx(percent * (kind == "cuda"), rel=1e-3)
         assert harness.mfu_percent(torch.nn.Linear(1, 1), clock, device) == 0, "an edit without flops_per_token()"
     assert numbers["numerics"] == "float32/sdpa"
-
-
-@pytest.mark.parametrize("clock", [dict(tokens=10), dict(seconds=0.1)], ids=str)
-def test_a_batch_that_is_no_power_of_two_trains_on_the_smallest_budgets(clock, monkeypatch, tokenizer):
-    config = dataclasses.replace(TINY, depth=1, device_batch_size=16, total_batch_size=3 * 2**13)
-    clock = Clock(**clock)
-    model, _ = run_loop(tokenizer, clock, monkeypatch, config)
-    assert clock.steps >= 1 and clock.progress() == 1 and model.ngram_embeds[0].weight.any()
 
 
 def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch, tokenizer):
