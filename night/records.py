@@ -31,12 +31,6 @@ def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
             return folder
 
 
-def end_record(folder: Path, reason: str) -> None:
-    """Marks a run without a summary as ended."""
-    with suppress(OSError), (folder / "summary.json").open("x") as file:
-        json.dump({"reason": reason}, file)
-
-
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
     name = record_name(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
@@ -48,7 +42,7 @@ def record_of(row: dict) -> Path | None:
 
 
 def summary(folder: Path) -> dict:
-    """The summary of a run; {} if there is none yet."""
+    """The summary of a run; {} if it has none."""
     with suppress(ValueError):
         return json.loads(prepare.read(folder / "summary.json"))
     return {}

