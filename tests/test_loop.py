@@ -33,6 +33,7 @@ from night.gains import Gain, Gains, next_step
 from night.git import in_history
 from night.ideas import ideas
 from night.noise import Noise
+from night.pool import Run
 from night.rows import reference
 from night.show import about_night
 from night.statuses import set_status
@@ -498,8 +499,8 @@ class Waiting:
 
     def __init__(self, played: Played):
         self.played, self.kind = played, played.kind
-        self.gains = Gains(self.kind, "night", self.propose, lambda: [])
-        self.merged, self.asked, self.refuses = [], [], False
+        self.merged, self.asked, self.refuses, self.runs = [], [], False, []
+        self.gains = Gains(self.kind, "night", self.propose, lambda: self.runs)
         self.base = played.head()
         self.log(self.base, "base", 1.33)
 
@@ -520,11 +521,13 @@ class Waiting:
         self.asked.append(subject.partition(", again")[0])
         if not self.refuses:
             self.merged.append((n, subject, loops.commit_train(base, text, subject, f"night-loop/{n}"), base))
+            self.runs.append(Run(self.merged[-1][2], subject, 42))
         return not self.refuses
 
     def ends(self, val_bpb: float, status: str = "keep") -> None:
         """The run of the last merge."""
         n, subject, commit, base = self.merged[-1]
+        self.runs.clear()
         self.gains.settle(n, base, self.log(commit, subject, val_bpb, status))
 
     def verdict(self, n: int) -> str:
@@ -536,21 +539,20 @@ def waiting(played):
     return Waiting(played)
 
 
-def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_decided_when_its_run_has_ended(waiting):
+def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_others_wait_for_its_run(waiting):
     first, _ = waiting.gain(1, "A = 30", "A = 29", 1.31), waiting.gain(2, "B = 30", "B = 29", 1.32)
     waiting.gains.advance(pending=True, over=False)
-    assert waiting.verdict(1) == "keep" and waiting.verdict(2) == "waits"
+    assert waiting.verdict(1) == "keep"
     assert [subject for _, subject, *_ in waiting.merged] == [f"idea 2, again on {first}"]
+    assert waiting.verdict(2) == f"keep, and again on {first} as proposal 3"
     waiting.gain(4, "return 1", "return 0.9", 1.3)
     waiting.gains.advance(pending=True, over=False)
     assert len(waiting.merged) == 1, "the others wait"
     waiting.ends(1.29)
     waiting.gains.advance(pending=True, over=False)
-    assert waiting.verdict(2) == f"keep, and again on {first} as proposal 3"
     assert waiting.merged[1][1] == f"idea 4, again on {waiting.merged[0][2]}"
     assert waiting.played.shell("git rev-parse night").startswith(waiting.merged[0][2])
-    waiting.ends(1.5, "discard")
-    assert waiting.verdict(4) == f"keep, and again on {waiting.merged[0][2]} as proposal 5, which is no gain"
+    assert waiting.verdict(4) == f"keep, and again on {waiting.merged[0][2]} as proposal 5"
 
 
 def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
@@ -562,7 +564,7 @@ def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
     waiting.refuses = True
     waiting.gains.advance(pending=False, over=True)
     assert not waiting.gains and waiting.asked == ["idea 3 and 2 more"]
-    verdict = f"keep, and again on {now} as proposal 4, which is no gain"
+    verdict = f"keep, and again on {now} as proposal 4"
     assert [waiting.verdict(n) for n in (1, 2, 3)] == [verdict] * 3
 
 
