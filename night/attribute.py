@@ -16,8 +16,9 @@ import numpy as np
 from night.git import branch, commit_train, create_ref, git, group, read_train, revisions, without
 from night.intervals import MISS, SHARE, interval
 from night.noise import ATTRIBUTION_SEEDS
+from night.pool import Run
 from night.rows import good, kept, scores
-from night.wave import Trainer, run_of
+from night.wave import Trainer
 from prepare import PrepareError
 
 LEVEL = 0.1  # false discovery rate of the changes called real, by Benjamini and Hochberg's procedure
@@ -145,7 +146,7 @@ def lineage(rows: list[dict]) -> list[dict]:
 def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
     """val_bpb and test_bpb, (runs, 2), of commits with seeds; NaN where a run crashed."""
     subjects = dict(revisions([commit for commit, _ in runs]))
-    rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
+    rows = trainer.train([Run(commit, subjects[commit], seed) for commit, seed in runs])
     found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
     return np.array(found, float)
 

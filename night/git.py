@@ -40,12 +40,13 @@ def commit_of(revision: str) -> str:
 
 
 def revisions(names: list[str]) -> list[tuple[str, str]]:
-    """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
+    """(7-digit hash, clean subject) of each revision. Raises PrepareError if any is unknown."""
     run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False, cwd=ROOT)
     log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
     if not log:
         raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
-    return [(commit[:7], subject) for commit, _, subject in (line.partition(" ") for line in log.split("\n"))]
+    lines = [line.partition(" ") for line in log.split("\n")]
+    return [(commit[:7], harness.clean(subject)) for commit, _, subject in lines]
 
 
 def train_blobs(names: list[str]) -> list[str]:

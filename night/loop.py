@@ -21,7 +21,7 @@ from night.proposals import AGAIN
 from night.rows import experiments, good, grouped, reference
 from night.run import train_options
 from night.statuses import set_status
-from night.wave import Trainer, run_of, start_pool
+from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
 CRASHED = 10  # crashes in a row that end the loop
@@ -38,18 +38,17 @@ def loop(args: argparse.Namespace) -> None:
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
     trainer = Trainer(args, *start_pool(args))
     night, kind = Loop(args, trainer), trainer.kind
-    (base,) = revisions([reference(kind)])
-    print_doubts([base[0]])
-    begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
-    noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
+    base = reference(kind)
+    print_doubts([base])
+    begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base}
+    noise = noise_versions(base, night.branch) if begins else []  # measured while agents think
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*version) for version in [base, *noise.items()]], base)[0]["status"] == "crash":
-            raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
-        for commit in noise:
+        if trainer.train([Run(*version) for version in [*revisions([base]), *noise]], base)[0]["status"] == "crash":
+            raise PrepareError(f"the reference crashes: python -m night show {base} says why")
+        for commit, _ in noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
-        trainer.begin()
         night.work()
     finally:
         night.end_agents()
@@ -207,11 +206,10 @@ class Loop:
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
-        item = run_of(commit, subject), revisions([base])[0]
         proposals.note(n, f"trains as {commit}")
         self.proposed[commit] = n, base
         todo = self.trainer.todo
-        todo.insert(0 if AGAIN in subject else len(todo), item)
+        todo.insert(0 if AGAIN in subject else len(todo), (Run(commit, subject), base))
 
     def end_agents(self) -> None:
         for agent in self.agents:

@@ -17,14 +17,11 @@ NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, 
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
 
 
-def noise_versions(base: str, branch: str) -> dict[str, str]:
-    """Subjects by commit of what ought to score as `base` does: by how much it does not, changes can be judged."""
-    text, found = read_train(base), {}
-    for factor in NUDGES:
-        if (other := nudged(text, factor)) != text:
-            subject = f"{NUDGED}{factor}"
-            found[commit_train(base, other, subject, f"{branch}-noise/")] = subject
-    return found
+def noise_versions(base: str, branch: str) -> list[tuple[str, str]]:
+    """Commits, with subjects, of what ought to score as `base` does: by how much it does not, changes can be judged."""
+    text = read_train(base)
+    found = [(nudged(text, factor), f"{NUDGED}{factor}") for factor in NUDGES]
+    return [(commit_train(base, other, name, f"{branch}-noise/"), name) for other, name in found if other != text]
 
 
 def with_error(values: Collection[float], form: str, error_form: str) -> str:

@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
     commit: str
     description: str
-    seed: int
+    seed: int = harness.SEED
 
     @property
     def name(self) -> tuple[str, int]:

@@ -11,9 +11,10 @@ from night.git import create_ref, git, in_history
 from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
+from night.pool import Run
 from night.records import run_seconds
 from night.rows import experiments, good, pairs, scores
-from night.wave import Trainer, run_of, start_pool
+from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
 
@@ -44,7 +45,7 @@ def report(args: argparse.Namespace) -> None:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
         trainer = Trainer(args, pool, kind._replace(report=True))
-        runs = [run_of(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
+        runs = [Run(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
         ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)
         write(gains(kept[0], kept[-1], rows, trained, *remember_look(*ends, trained, kind.dataset)))

@@ -1,7 +1,6 @@
 """Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
 import argparse
-import functools
 import math
 import os
 import sys
@@ -29,14 +28,10 @@ def wave(args: argparse.Namespace) -> None:
     """Trains every revision and the reference with every seed that has no row yet; prints a table."""
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
-    (base,) = revisions([reference(trainer.kind)])
+    base = reference(trainer.kind)
     print_doubts([commit for commit, _ in ideas])
-    runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds]
-    print(f"\n{table(trainer.train(runs, base), base[0])}")
-
-
-def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
-    return Run(commit, harness.clean(subject), seed)
+    runs = [Run(*revision, seed) for revision in [*revisions([base]), *ideas] for seed in args.seeds]
+    print(f"\n{table(trainer.train(runs, base), base)}")
 
 
 def table(rows: list[dict], base: str) -> str:
@@ -90,33 +85,28 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.todo = []  # runs that wait for a slot, each with its `base`: commit and subject of the revision to beat
+        self.todo = []  # runs that wait for a slot, each with its `base`: the commit to beat
         self.pending = {}  # run: base
         self.records = {}  # run: folder of its record
         self.stopped = []  # not empty after a signal
-        self.archive = functools.lru_cache(8)(archive)
 
-    def begin(self) -> None:
-        """From now on `ended` handles signals."""
-        harness.handle_signals(lambda *_: self.stopped.append(True))
-
-    def train(self, runs: list[Run], base=("", "")) -> list[dict]:
+    def train(self, runs: list[Run], base: str = "") -> list[dict]:
         """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
 
-        A signal ends all runs and this process."""
+        From now on, a signal ends all runs and this process: see `ended`."""
         rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
         done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
         self.todo = [(run, base) for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
-        self.begin()
+        harness.handle_signals(lambda *_: self.stopped.append(True))
         while self.todo or self.pending:
             self.fill()
             for run, row in self.ended():
                 if place(row) != self.kind.place():
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
-        judge({run.name for run in runs}, base[0], self.kind)
+        judge({run.name for run in runs}, base, self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
@@ -126,8 +116,8 @@ class Trainer:
             self.start(*self.todo[0])
             self.todo.pop(0)
 
-    def start(self, run: Run, base: tuple[str, str]) -> None:
-        args, packed = self.args, self.archive(run.commit)  # first of all: git may fail for a while
+    def start(self, run: Run, base: str) -> None:
+        args, packed = self.args, archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
@@ -151,7 +141,7 @@ class Trainer:
             self.pool.close()
             sys.exit(130)
 
-    def log(self, result: Ended, base: tuple[str, str]) -> dict:
+    def log(self, result: Ended, base: str) -> dict:
         """Logs a run's row, and keeps its record."""
         if folder := self.records.pop(result.run, None):
             for name, content in result.record.items():
@@ -166,7 +156,7 @@ class Trainer:
         return row
 
 
-def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
+def log_row(run: Run, kind: Kind, base: str, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
@@ -176,12 +166,12 @@ def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reaso
         *_, row = [row, *harness.parse_log(rows)[0]]
     if kind.report:
         to_beat = None
-    elif run.commit == base[0]:
+    elif run.commit == base:
         to_beat = math.inf
-    elif run.commit in kept_before(kind.rows(), base[0]):
+    elif run.commit in kept_before(kind.rows(), base):
         to_beat = 0.0
     else:
-        rivals = [other for other in good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]
+        rivals = [other for other in good(kind.rows(), base) if other["gpu"] == row["gpu"]]
         to_beat = scores(rivals).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
     own |= run._asdict() | {"budget": kind.budget}

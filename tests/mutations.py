@@ -914,7 +914,7 @@ SECTIONS = [
         ("scores(rivals).get(run.seed, 0.0)", "0.0"),
         ("scores(rivals).get(run.seed, 0.0)", "scores(rivals).get(run.seed, 9.0)"),
         ("scores(rivals).get(run.seed, 0.0)", "min([9.0, *scores(rivals).values()])"),
-        ("    elif run.commit == base[0]:\n", "    elif False:\n"),
+        ("    elif run.commit == base:\n", "    elif False:\n"),
         ("        judge({run.name", "        print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
     ]),
@@ -1092,7 +1092,7 @@ SECTIONS = [
     ]),
     ("The beginning of a night", "night", ["test_loop.py", "-k", "begins_with_versions"], [
         ('set_status(commit, kind, "discard")', "pass"),
-        ("noise_versions(base[0], night.branch) if begins else {}", "noise_versions(base[0], night.branch)"),
+        ("noise_versions(base, night.branch) if begins else []", "noise_versions(base, night.branch)"),
         ("self.subject.startswith(NUDGED)", "False"),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
@@ -1330,7 +1330,7 @@ SECTIONS = [
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat"], [
-        ('good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]', 'good(kind.rows(), base[0])]'),
+        ('good(kind.rows(), base) if other["gpu"] == row["gpu"]]', 'good(kind.rows(), base)]'),
         ('to_beat=to_beat, report=kind.report)', 'to_beat=to_beat)'),
         ('"tokens_M", "test_bpb", "gpu"', '"tokens_M", "gpu"'),
     ]),

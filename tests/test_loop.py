@@ -203,9 +203,8 @@ class Played(Scratch):
         command = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
         options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=200", *command, *args]
         night = self.clock.night = self.loop(*options)
-        base = self.head(), "base"
         if not self.kind.rows():
-            night.trainer.train([loops.run_of(*base)], base)
+            night.trainer.train([Run(self.head(), "base")], self.head())
         try:
             night.work()
         finally:
@@ -614,7 +613,6 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 
 # -------------------------------------------------------------------------------------- parts of the loop, and restarts
 def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
-    monkeypatch.setattr(loops, "revisions", lambda names: [(name, "") for name in names])
     night = played.loop("--agent=true")
     trainer, started = night.trainer, []
     trainer.start = lambda run, base: (started.append(run.description), trainer.pending.update({run: base}))

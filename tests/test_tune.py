@@ -80,9 +80,9 @@ class Searched(Scratch):
     def night(self, command: str, runs: int) -> list[dict]:
         """The rows of a loop with the tuner, the base's first."""
         args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}"])
-        trainer, base = self.trainer(args), (self.head(), "base")
+        trainer = self.trainer(args)
         loop = loops.Loop(args, trainer)
-        trainer.train([loops.run_of(*base)], base)
+        trainer.train([loops.Run(self.head(), "base")], self.head())
         loop.work()
         return self.rows()
 

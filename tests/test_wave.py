@@ -172,7 +172,7 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
     kind, run = Kind("A", "300 s", "d", report=report), Run("i", "idea", seed)
     lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
-    log_row(run, kind, ("b", "base"), "\n".join(lines), [])
+    log_row(run, kind, "b", "\n".join(lines), [])
     *_, row = harness.read_results()
     assert row == dict(
         commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
@@ -258,10 +258,10 @@ def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(played, capsys):
 
 def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
     """As with an edit of prepare.py that is not committed, and so not in the run's checkout."""
-    base = played.head(), "base"
+    base = played.head()
     trainer = played.trainer(parse(["wave"]), played.kind._replace(dataset="mine"))
     with pytest.raises(prepare.PrepareError, match="was scored on cpu, 300 s, d, and not on cpu, 300 s, mine: is prep"):
-        trainer.train([waves.run_of(*base)], base)
+        trainer.train([Run(base, "base")], base)
 
 
 def test_a_run_that_cannot_start_has_a_row_and_its_record(played):
