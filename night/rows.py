@@ -20,28 +20,24 @@ class Kind(NamedTuple):
     """What comparable rows have in common."""
 
     gpu: str
-    budget: str  # harness.budget_name()
+    budget: str
     dataset: str
-    imitates: str = ""  # --gpu; not part of `gpu`
     report: bool = False  # rows of a report, or of experiments
 
     def __str__(self) -> str:
-        return ", ".join(self.place())
-
-    def place(self) -> tuple[str, str, str]:
-        """GPU, budget and dataset, as in the columns."""
-        return self.gpu + f" as {self.imitates}" * bool(self.imitates), self.budget, self.dataset
+        return ", ".join(self[:3])
 
     def rows(self) -> list[dict]:
         return [row for row in harness.read_results() if self.holds(row)]
 
     def holds(self, row: dict) -> bool:
-        return place(row) == self.place() and (row["status"] == "report") == self.report
+        return place(row) == self[:3] and (row["status"] == "report") == self.report
 
 
-def kind_here(args: argparse.Namespace) -> Kind:
-    """The kind of row that a run with these options gets on this machine."""
-    return Kind((gpu_names(args.gpu) or ["cpu"])[0], args.budget, prepare.dataset_id(), args.gpu or "")
+def kind_here(args: argparse.Namespace, gpu: str = "") -> Kind:
+    """The kind of row that a run with these options gets, on this machine's GPU unless another one is named."""
+    gpu = gpu or (gpu_names(args.gpu) or ["cpu"])[0]
+    return Kind(gpu + f" as {args.gpu}" * bool(args.gpu), args.budget, prepare.dataset_id())
 
 
 def place(row: dict) -> tuple[str, str, str]:
@@ -127,7 +123,7 @@ def kept_before(rows: list[dict], commit: str) -> set[str]:
 
 def five_minutes(kind: Kind) -> Kind:
     """Runs of train.py without options on the same GPU."""
-    return kind._replace(budget=harness.budget_name(), imitates="")
+    return kind._replace(gpu=kind.gpu.partition(" as ")[0], budget=harness.budget_name())
 
 
 def print_reference(args: argparse.Namespace) -> None:

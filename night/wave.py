@@ -16,7 +16,7 @@ from night.git import archive, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Ended, Local, Run, gpu_names, label, one_model
 from night.records import new_record
-from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
+from night.rows import Kind, good, grouped, kept_before, kind_here, pairs, place, reference, run_name, scores
 from night.run import train_options
 from night.statuses import judge
 from prepare import PrepareError
@@ -62,16 +62,15 @@ def start_pool(args: argparse.Namespace) -> tuple:
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    kind = Kind("", args.budget, prepare.dataset_id(), args.gpu or "")
     if args.address:
         from night.ray_pool import RayPool
 
-        pool = RayPool(args, kind.dataset)
-        return pool, kind._replace(gpu=pool.model)
+        pool = RayPool(args, prepare.dataset_id())
+        return pool, kind_here(args, pool.model)
     names = gpu_names(args.gpu)
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
     places = [gpu.strip() for gpu, _ in zip(places.split(","), names, strict=False)]
-    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=one_model(names or ["cpu"]))
+    return Local(places, args.per_gpu, args.limit, args.locked), kind_here(args, one_model(names or ["cpu"]))
 
 
 def is_logged(row: dict) -> bool:
@@ -103,7 +102,7 @@ class Trainer:
         while self.todo or self.pending:
             self.fill()
             for run, row in self.ended():
-                if place(row) != self.kind.place():
+                if place(row) != self.kind[:3]:
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
         judge({run.name for run in runs}, base, self.kind)
@@ -160,8 +159,8 @@ def log_row(run: Run, kind: Kind, base: str, rows: str, tail: list[str], reason:
     """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
-    gpu, _, dataset = kind.place()
-    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
+    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=reason)
+    row |= dict(gpu=kind.gpu, dataset=kind.dataset)
     with suppress(ValueError):
         *_, row = [row, *harness.parse_log(rows)[0]]
     if kind.report:

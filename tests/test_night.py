@@ -426,7 +426,7 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     history(*log)
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == 7 * of_60_s
-    assert reference(Kind("A", "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
+    assert reference(Kind("A as T4", "60 s", "d")) == 7 * commit, "of five minutes as this GPU"
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == "ccccccc"
