@@ -1,12 +1,15 @@
 """The loop: asks agents for one idea after another, trains what they propose, and keeps what is better."""
 
 import argparse
+import difflib
 import itertools
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -165,7 +168,7 @@ class Loop:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
-        now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
+        now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.idea())]
         refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-SHOWN:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
@@ -181,7 +184,7 @@ class Loop:
             others = [name for name in agent.changed() if name != "train.py"]
             changes = f"it changes {', '.join(others[:3])}" if others else ""
             code = agent.process.returncode  # an error of its own may have cut it off
-            idea = agent.idea() + f" (exit status {code})" * bool(code)
+            idea = (agent.idea() or "fewer lines") + f" (exit status {code})" * bool(code)
             trains = self.propose(agent.n, agent.base, agent.train(), idea, changes)
         self.agents.remove(agent)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
@@ -195,7 +198,9 @@ class Loop:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
-            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
+            old, new = (version.decode(errors="replace").splitlines() for version in (before, text))
+            lines = difflib.unified_diff(old, new, lineterm="")
+            (proposals.folder(n) / "train.diff").write_text("".join(f"{line}\n" for line in lines), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
@@ -220,7 +225,8 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        found = ", ".join(f"{number} {word}" for word, number in proposals.count_verdicts().items())
+        words = Counter(re.split(r"\W", text)[0] for text in proposals.verdicts().values() if text != proposals.ENDED)
+        found = ", ".join(f"{number} {word}" for word, number in words.items() if word)
         text = f"\n{self.over() or 'ended early'}: proposals so far: {found or 'none'}.\n"
         with suppress(subprocess.CalledProcessError):
             text += f"The reference is now {reference(self.kind)}. "

@@ -443,7 +443,7 @@ SECTIONS = [
         ("prepare.patient_output()", "pass"),
     ]),
     ("Agents that fail", "night/loop.py", ["test_loop.py", "-k", "half_an or together"], [
-        ('idea = agent.idea() + f" (exit status {code})" * bool(code)', "idea = agent.idea()"),
+        ('"fewer lines") + f" (exit status {code})" * bool(code)', '"fewer lines")'),
     ]),
     ("What git is told", "harness/git.py", ["test_attribute.py", "-k", "told"], [
         ("-c i18n.commitEncoding=UTF-8 -c", "-c"),
@@ -1016,12 +1016,12 @@ SECTIONS = [
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
     ]),
-    ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "stopped"], [
-        ('if text not in ("", ENDED))', 'if text)'),
+    ("Proposals", "night/loop.py", ["test_loop.py", "-k", "stopped"], [
+        ("if text != proposals.ENDED)", "if text)"),
     ]),
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
-        ("return self.described() or self.name_of([*new", "return self.name_of([*new"),
+        ('for line in [*plain(self.work / "IDEA").splitlines(), *new]', "for line in new"),
         (r'text.replace(b"\r\n", b"\n")', "text"),
         ("if code == TOO_LATE:", "if False:"),
         ("if not 0 <= code <= 128:", "if code < 0:"),
@@ -1289,11 +1289,11 @@ SECTIONS = [
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
         ('and (row["status"] == "report") == self.report', ''),
-        ('place(row) == self.place()', 'place(row)[::2] == self.place()[::2]'),
-        ('place(row) == self.place()', 'place(row)[:2] == self.place()[:2]'),
-        ('place(row) == self.place()', 'place(row)[1:] == self.place()[1:]'),
+        ('place(row) == self[:3]', 'place(row)[::2] == self[:3:2]'),
+        ('place(row) == self[:3]', 'place(row)[:2] == self[:2]'),
+        ('place(row) == self[:3]', 'place(row)[1:] == self[1:3]'),
         ('for each in (kind, five_minutes(kind)):', 'for each in (kind,):'),
-        ('budget=harness.budget_name(), imitates="")', 'budget=harness.budget_name())'),
+        ('gpu=kind.gpu.partition(" as ")[0], budget', 'budget'),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "earlier_commit"], [
         ('row is first[row["commit"]] or row["by"] != "run"', "True"),

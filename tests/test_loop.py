@@ -634,9 +634,9 @@ def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):
         (tmp_path / "IDEA").write_text(text)
         assert agent.idea() == f"agent 1: {idea}"
     (tmp_path / "IDEA").unlink()
-    for text, idea in (("a = 1\nb = 3  # , again on 7\n", "b = 3  #"), ("a = 1\n", "fewer lines")):
+    for text, idea in (("a = 1\nb = 3  # , again on 7\n", "b = 3  #"), ("a = 1\n", "")):
         (tmp_path / "train.py").write_text(text)
-        assert agent.idea() == f"agent 1: {idea}"
+        assert agent.idea() == (idea and f"agent 1: {idea}")
 
 
 def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_layout_only():
