@@ -30,7 +30,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parser.set_defaults(per_gpu=1, locked=False)
+    parser.set_defaults(per_gpu=1, locked=False, seeds=3, attribute=False)
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()

@@ -4,11 +4,9 @@ import argparse
 import difflib
 import itertools
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from contextlib import suppress
 from time import monotonic, sleep
@@ -21,8 +19,8 @@ from night.git import branch, commit_train, git, in_history, print_doubts, read_
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
+from night.report import report
 from night.rows import experiments, good, grouped, reference
-from night.run import train_options
 from night.statuses import set_status
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
@@ -56,11 +54,8 @@ def loop(args: argparse.Namespace) -> None:
     finally:
         night.end_agents()
         print(night.summary())
-    if args.report:  # in the same process: whoever ends the loop ends the report
-        trainer.pool.close()
-        options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
-        options += ["--locked"] * args.locked
-        os.execv(sys.executable, [sys.executable, "-m", "night", "report", *train_options(args), *options])
+    if args.report:
+        report(args, trainer.pool, kind)
 
 
 class Loop:

@@ -13,12 +13,12 @@ from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
 from night.records import run_seconds
-from night.rows import experiments, good, pairs, scores
+from night.rows import Kind, experiments, good, pairs, scores
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
 
-def report(args: argparse.Namespace) -> None:
+def report(args: argparse.Namespace, pool=None, kind: Kind | None = None) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
     import matplotlib  # noqa: F401
     import scipy  # noqa: F401  better missed now than after all runs
@@ -26,7 +26,8 @@ def report(args: argparse.Namespace) -> None:
     seeds = range(101, 101 + args.seeds)  # unlikely to have been used by experiments
     if len(seeds) < 2:
         raise PrepareError(f"--seeds must be at least 2, not {args.seeds}: one run has no standard error")
-    pool, kind = start_pool(args)
+    if not pool:
+        pool, kind = start_pool(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
         raise PrepareError(f"results.tsv has no experiment on {kind}")
