@@ -79,9 +79,7 @@ class Agent(NamedTuple):
         return ""
 
     def train(self) -> bytes:
-        """Its train.py, with the line ends of the one it got."""
-        text = plain(self.work / "train.py")
-        return text if b"\r\n" in self.files["train.py"] else text.replace(b"\r\n", b"\n")
+        return plain(self.work / "train.py").replace(b"\r\n", b"\n")
 
     def changed(self) -> list[str]:
         """The files that it changed. New ones do not count."""

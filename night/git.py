@@ -55,19 +55,14 @@ def train_blobs(names: list[str]) -> list[str]:
     return git("cat-file", "--batch-check=%(objectname)", input=lines.encode(), check=False).split("\n")
 
 
-def with_train_of(revision: str, names: list[str]) -> list[str]:
-    """Those of the names whose train.py is that of the revision."""
-    own, *blobs = train_blobs([revision, *names])
-    return [name for name, blob in zip(names, blobs, strict=False) if blob == own]
-
-
 def in_history(rows: list[dict]) -> list[dict]:
     """Rows whose commit is HEAD or an ancestor of it: ideas on other branches count once they are merged. So do those
     that were kept and have HEAD's train.py, as after an amended commit, a rebase or a squashed merge."""
     history = {line[:7] for line in git("rev-list", "HEAD").split()}
     kept = [row["commit"] for row in rows if row["status"] == "keep" and row["commit"] not in history]
     if kept:
-        history |= {*with_train_of("HEAD", kept)}
+        own, *blobs = train_blobs(["HEAD", *kept])
+        history |= {commit for commit, blob in zip(kept, blobs, strict=False) if blob == own}
     return [row for row in rows if row["commit"] in history]
 
 

@@ -146,23 +146,21 @@ class Trainer:
             for name, content in result.record.items():
                 with suppress(OSError):
                     (folder / name).write_bytes(content)
-        while True:
-            row, text = log_row(result.run, self.kind, base, result.rows, result.tail, result.reason)
-            if self.stopped or is_logged(row):
-                break
+        while not is_logged(row := log_row(result, self.kind, base)) and not self.stopped:
             time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
-        print(text)
+        text = f"{row['status']:8} {row['val_bpb']:.6f}  {result.run}  {row['reason']}"
+        print(text, *(result.tail if row["reason"] else []), sep="\n    ")
         return row
 
 
-def log_row(run: Run, kind: Kind, base: str, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
-    """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
+def log_row(result: Ended, kind: Kind, base: str) -> dict:
+    """Logs the last row that a run left in its checkout, else a crash; returns it.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
-    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=reason)
+    run, row = result.run, dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=result.reason)
     row |= dict(gpu=kind.gpu, dataset=kind.dataset)
     with suppress(ValueError):
-        *_, row = [row, *harness.parse_log(rows)[0]]
+        *_, row = [row, *harness.parse_log(result.rows)[0]]
     if kind.report:
         to_beat = None
     elif run.commit == base:
@@ -174,6 +172,4 @@ def log_row(run: Run, kind: Kind, base: str, rows: str, tail: list[str], reason:
         to_beat = scores(rivals).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
     own |= run._asdict() | {"budget": kind.budget}
-    own["status"] = harness.log_result(**own, to_beat=to_beat, report=kind.report)
-    line = f"{own['status']:8} {own['val_bpb']:.6f}  {run}  {own['reason']}"
-    return own, "\n    ".join([line, *tail] if own["reason"] else [line])
+    return own | {"status": harness.log_result(**own, to_beat=to_beat, report=kind.report)}

@@ -1284,7 +1284,7 @@ SECTIONS = [
         ('return commit[:7] + ', 'return commit[:9] + '),
     ]),
     ("The commit to go back to", "night", ["test_night.py", "-k", "stays_the_reference"], [
-        ("if blob == own]", "]"),
+        ("if blob == own}", "}"),
         ("] for row in rows) and not good(rows, base):", "] for row in []):"),
     ]),
     ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
