@@ -1022,7 +1022,7 @@ SECTIONS = [
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
         ('for line in [*plain(self.work / "IDEA").splitlines(), *new]', "for line in new"),
-        (r'text.replace(b"\r\n", b"\n")', "text"),
+        (r'.replace(b"\r\n", b"\n")', ""),
         ("if code == TOO_LATE:", "if False:"),
         ("if not 0 <= code <= 128:", "if code < 0:"),
         ("filter(None, lines)", "lines"),
