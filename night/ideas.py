@@ -6,9 +6,9 @@ import statistics
 from harness import crashed
 from night.git import train_blobs
 from night.intervals import shrink
-from night.noise import Noise
+from night.noise import NUDGED, Noise
 from night.records import run_seconds
-from night.rows import NUDGED, grouped, scores
+from night.rows import grouped, scores
 
 SLOWER = 1.15  # mention training times that are longer by more than this factor
 

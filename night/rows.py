@@ -13,8 +13,6 @@ from harness import crashed
 from night.git import commit_of, in_history
 from night.pool import gpu_names
 
-NUDGED = "noise: constants x "  # begins the subjects of versions that only measure the noise
-
 
 class Kind(NamedTuple):
     """What comparable rows have in common."""

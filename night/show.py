@@ -30,7 +30,7 @@ def last_place(args: argparse.Namespace) -> list[dict]:
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas, crashes."""
     found = ideas(rows)
-    noise = Noise.of(rows, found)
+    noise = Noise.of(rows[0])
     expect(found, noise)
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import signal
@@ -210,22 +209,29 @@ def test_what_was_tried_is_told_with_the_change_to_the_file_that_was_edited(clon
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
 
-def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch):
-    """Each change is a difference from the one run of the file that they edit. Not counted: means of several seeds."""
+def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch, tmp_path):
+    """They count as their base run again with its seed, beside what ran with several seeds."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, gpu="cpu", dataset="d")
 
-    def idea(*changes: float, edited: int, is_noise=True) -> SimpleNamespace:
-        return SimpleNamespace(changes=changes, change=changes[0], is_noise=is_noise, edited=edited)
+    def noise(*runs: tuple) -> noises.Noise:
+        """Of a log of these runs: base, whether it is a version of it, val_bpb and seed."""
+        lines = []
+        for i, (base, version, bpb, seed) in enumerate(runs):
+            commit, text = (f"v{i}", f"noise: like {base}, constants x 1.1") if version else (base, "idea")
+            line = harness.columns.EMPTY | row | dict(commit=commit, val_bpb=bpb, status="keep", seed=seed)
+            lines.append(harness.columns.format_row(line | dict(description=text)))
+        harness.RESULTS.write_text("\n".join([harness.HEADER, *lines, ""]))
+        return noises.Noise.of(harness.read_results()[0])
 
-    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed=False: (0.0, 0) if same_seed else (0.01, 2))
-    luck = np.random.default_rng(1).normal(0, 0.001, (300, 4))
-    found = [idea(bpb - one, edited=i) for i, (one, *others) in enumerate(luck) for bpb in others]
-    odd = [idea(5.0, 5.0, edited=0), idea(5.0, edited=0, is_noise=False)]
     versions = "between versions with one seed"
-    assert noises.Noise.of([{}], found + odd) == (pytest.approx(0.001, rel=0.06), versions)
-    assert noises.Noise.of([{}], found[:3]) == (pytest.approx(np.std(luck[0], ddof=1)), versions)
-    assert noises.Noise.of([{}], found[:2]) == (0.01, "of a seed"), "fewer than three degrees of freedom"
-    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.004, 900))
-    assert noises.Noise.of([{}], found).sd == pytest.approx(math.sqrt((0.004**2 + 0.001**2) / 2), 0.01)
+    luck = np.random.default_rng(1).normal(1.2, 0.001, (300, 4)).round(6).tolist()
+    runs = [(f"b{i:06}", bool(n), bpb, 42) for i, some in enumerate(luck) for n, bpb in enumerate(some)]
+    assert noise(*runs, ("one", False, 5.0, 42)) == (pytest.approx(0.001, rel=0.06), versions)
+    one = pytest.approx(np.std(luck[0], ddof=1))
+    assert noise(*runs[:4]) == (one, versions)
+    assert noise(*runs[:3]) == (0.0, "of a seed"), "fewer than three degrees of freedom"
+    assert noise(*runs[:3], ("b000000", False, 1.3, 1)) == (pytest.approx((1.3 - luck[0][0]) / 2**0.5), "of a seed")
 
 
 def test_show_is_about_runs_of_one_budget_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
