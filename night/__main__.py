@@ -17,10 +17,9 @@ import prepare
 from night.loop import loop
 from night.plot import plot
 from night.report import report
-from night.rows import print_reference
+from night.rows import keep, print_reference
 from night.run import LIMIT, run
 from night.show import show
-from night.statuses import keep
 from night.tune import SAMPLERS, tune
 from night.wave import wave
 from prepare import PrepareError

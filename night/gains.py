@@ -7,8 +7,7 @@ from typing import NamedTuple
 import harness
 from night.git import compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
-from night.rows import Kind, good, reference, scores
-from night.statuses import set_status
+from night.rows import Kind, good, reference, scores, set_status
 
 
 class Gain(NamedTuple):

@@ -20,8 +20,7 @@ from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
 from night.report import report
-from night.rows import experiments, good, grouped, reference
-from night.statuses import set_status
+from night.rows import experiments, good, grouped, reference, set_status
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import prepare
+from harness import crashed
 from night.git import ROOT
 
 RUNS = ROOT / "runs"
@@ -48,7 +49,8 @@ def summary(folder: Path) -> dict:
     return {}
 
 
-def run_seconds(rows: list[dict]) -> list[float]:
-    """Seconds that the last run of each row trained, without rows that have no record."""
-    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
-    return [number for number in found if number]
+def paces(rows: list[dict]) -> list[float]:
+    """Seconds per million tokens of the last run of each row, without crashes and rows that have no record."""
+    found = [(row["tokens_M"], record_of(row)) for row in rows if row["tokens_M"] and not crashed(row)]
+    seconds = [(tokens, summary(folder).get("training_seconds")) for tokens, folder in found if folder]
+    return [number / tokens for tokens, number in seconds if number]

@@ -8,12 +8,12 @@ import harness
 from harness import crashed
 from night.attribute import attribute, lineage
 from night.git import create_ref, git, in_history
-from night.ideas import SLOWER
 from night.intervals import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
-from night.records import run_seconds
+from night.records import paces
 from night.rows import Kind, experiments, good, pairs, scores
+from night.show import SLOWER
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
@@ -101,7 +101,7 @@ def gains(
     for commit in ends:
         if lost := {row["seed"] for row in rows if row["commit"] == commit} - scores(good(rows, commit)).keys():
             lines.append(f"{commit} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-    before, after = (run_seconds(good(rows, commit)) for commit in ends)
+    before, after = (paces(good(rows, commit)) for commit in ends)
     if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)

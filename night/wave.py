@@ -16,9 +16,8 @@ from night.git import archive, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Ended, Local, Run, gpu_names, label, one_model
 from night.records import new_record
-from night.rows import Kind, good, grouped, kept_before, kind_here, pairs, place, reference, run_name, scores
+from night.rows import Kind, good, grouped, judge, kept_before, kind_here, pairs, place, reference, run_name, scores
 from night.run import train_options
-from night.statuses import judge
 from prepare import PrepareError
 
 PAUSE = 10  # seconds until a full disk is tried again

@@ -935,14 +935,14 @@ SECTIONS = [
         ("max(self.free, key=self.free.count)", "self.free[0]"),
         ("            self.free.remove(gpu)\n", "            self.free.pop()\n"),
         ("            self.free.append(gpu)\n", ""),
-        ("usable // self.slots", "usable"),
+        (") // self.slots)", ")"),
         ('({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})', "{}"),
         ("            work.scratch.cleanup()\n", ""),
         ("subprocess.SubprocessError) as", "ValueError) as"),
         ("len(os.sched_getaffinity(0))", "os.cpu_count()"),
     ]),
     ("The pool", "night/checkout.py", ["test_pool.py", "-k", "spinning"], [
-        ("if cores < usable else env", "if True else env"),
+        ("if cores < len(os.sched_getaffinity(0)) else env", "if True else env"),
         ("str(min(32, cores))", "str(32)"),
     ]),
     ("The pool", "night/checkout.py", ["test_pool.py", "-k", "spinning"], [
@@ -1095,10 +1095,10 @@ SECTIONS = [
         ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
         ("            last = folder\n", "            return folder\n"),
     ]),
-    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "one_look"], [
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "one_look"], [
         ("noise.band(len(idea.changes)) / 2", "noise.band(len(idea.changes))"),
     ]),
-    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "tried_is_told or leave_records"], [
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told or leave_records"], [
         ("bpb - usual[seed] for", "usual[seed] - bpb for"),
         ("if seed in usual]", "]"),
         ("by_train.get(parent) or", "None or"),
@@ -1296,7 +1296,7 @@ SECTIONS = [
         ('or row["by"] != "run"]', "]"),
         ("for row in reversed(rows)}", "for row in rows}"),
     ]),
-    ("Ideas", "night/ideas.py", ["test_memory.py", "-k", "compared_with_the_mean"], [
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "compared_with_the_mean"], [
         ("statistics.mean(bpb for _, bpb in pairs)", "pairs[-1][1]"),
     ]),
     ("Weights", "harness/weights.py", ["test_run.py", "-m", "", "-k", "full_disk_or_a_kill"], [
@@ -1305,7 +1305,7 @@ SECTIONS = [
     ("A number with a comma", "harness/columns.py", ["test_harness.py", "-k", "spreadsheet"], [
         ('.replace(",", ".")', ""),
     ]),
-    ("The statuses", "night/statuses.py", ["test_night.py", "-k", "go_back or overrul or uncommitted or word"], [
+    ("The statuses", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted or word"], [
         ('found[-1:] if status == "keep" else found', 'found[-1:]'),
         ('found[-1:] if status == "keep" else', 'found[:1] if status == "keep" else'),
         ('rows = list(filter(kind.holds, log))', 'rows = list(log)'),
@@ -1317,7 +1317,7 @@ SECTIONS = [
     ("A wave", "night/rows.py", ["test_wave.py", "-k", "another_branch_before"], [
         ("    rows = in_history(rows)\n", ""),
     ]),
-    ("A wave", "night/statuses.py", ["test_wave.py", "-k", "by_their_mean or earlier_reference"], [
+    ("A wave", "night/rows.py", ["test_wave.py", "-k", "by_their_mean or earlier_reference"], [
         ("if commit not in kept_before(held, base)]", "]"),
         ("statistics.mean(changes) < 0", "statistics.mean(changes) <= 0"),
         ("statistics.mean(changes) < 0", "changes[0] < 0"),

@@ -33,9 +33,8 @@ from night.gains import Gain, Gains, next_step
 from night.git import in_history
 from night.noise import Noise
 from night.pool import Run
-from night.rows import reference
+from night.rows import reference, set_status
 from night.show import about_night
-from night.statuses import set_status
 
 KEY = f"of an API {uuid.uuid4()}"  # which no other process on this machine has among its arguments
 TRAIN = """\

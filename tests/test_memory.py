@@ -18,8 +18,8 @@ from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
-from night import ideas, records, show
 from night import noise as noises
+from night import records, show
 from night.records import record_name
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
@@ -101,7 +101,7 @@ def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(c
     for name, val_bpb in dict(base=1.3, idea=1.27, again=1.2).items():
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         harness.log_result(val_bpb=val_bpb, memory_gb=1.0, commit=commit, description=name, gpu="T4", dataset="d")
-    found = {idea.subject: idea.change for idea in ideas.ideas(harness.read_results())}
+    found = {idea.subject: idea.change for idea in show.ideas(harness.read_results())}
     assert found == {"base": None, "idea": pytest.approx(0.02), "again": None}
 
 
@@ -115,7 +115,7 @@ def test_an_idea_that_takes_longer_for_its_tokens_than_is_usual_says_so(clone, m
         folder = records.new_record(f"{i:07x}", seed, "T4", "62.4 M tokens")
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
-    found = ideas.ideas(harness.read_results())
+    found = show.ideas(harness.read_results())
     told = [show.entry(idea, noises.Noise(0.0, "")).partition("; ")[2] for idea in found]
     assert told == ["", "", "", "", "takes 1.94 times as long per token as usual", ""]
 
@@ -264,7 +264,7 @@ def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch):
 
 def test_a_log_of_many_rows_is_told_in_time_that_grows_with_their_number_only(monkeypatch):
     looks = []
-    monkeypatch.setattr(ideas, "crashed", lambda row: looks.append(1))
+    monkeypatch.setattr(show, "crashed", lambda row: bool(looks.append(1)))
     row = harness.read_results(LOG)[0]
     show.about_night([row | dict(commit=f"{i:07x}", description=f"idea {i}") for i in range(500)])
     assert 0 < len(looks) < 10 * 500

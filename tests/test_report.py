@@ -303,7 +303,7 @@ def test_many_seeds_and_crashes_among_them():
 def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said, monkeypatch):
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     seconds = {FIRST["commit"]: before, LAST["commit"]: after}
-    monkeypatch.setattr("night.report.run_seconds", lambda rows: seconds[rows[0]["commit"]])
+    monkeypatch.setattr("night.report.paces", lambda rows: seconds[rows[0]["commit"]])
     text = told(val, val)
     assert text.count("It takes 1.20 times as long") == text.count("times as long") == said
 

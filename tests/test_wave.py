@@ -25,8 +25,7 @@ from night import pool, rows
 from night import wave as waves
 from night.__main__ import main, parse
 from night.pool import Ended, Run
-from night.rows import Kind, kind_here
-from night.statuses import judge
+from night.rows import Kind, judge, kind_here
 from night.wave import log_row, table
 
 STUB = """\
