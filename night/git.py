@@ -4,7 +4,6 @@ What is not meant for people lies under refs/night/, where `git branch` does not
 is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
 """
 
-import subprocess
 import tempfile
 import warnings
 from contextlib import suppress
@@ -31,22 +30,18 @@ def branch() -> str:
     return git("branch", "--show-current")
 
 
+def revisions(names: list[str]) -> list[tuple[str, str]]:
+    """(7-digit hash, clean subject) of each revision. CalledProcessError if any is unknown."""
+    log = git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--")
+    lines = [line.partition(" ") for line in log.split("\n") if line]
+    return [(commit[:7], harness.clean(subject)) for commit, _, subject in lines]
+
+
 def commit_of(revision: str) -> str:
     """A revision's 7-digit commit hash. Raises PrepareError if there is none."""
-    try:
-        return git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")[:7]
-    except subprocess.CalledProcessError:
-        raise PrepareError(f"there is no commit {revision}") from None
-
-
-def revisions(names: list[str]) -> list[tuple[str, str]]:
-    """(7-digit hash, clean subject) of each revision. Raises PrepareError if any is unknown."""
-    run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False, cwd=ROOT)
-    log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
-    if not log:
-        raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
-    lines = [line.partition(" ") for line in log.split("\n")]
-    return [(commit[:7], harness.clean(subject)) for commit, _, subject in lines]
+    if commit := git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}", check=False):
+        return commit[:7]
+    raise PrepareError(f"there is no commit {revision}")
 
 
 def train_blobs(names: list[str]) -> list[str]:

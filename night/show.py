@@ -25,9 +25,8 @@ class Idea:
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
         self.is_noise = self.subject.startswith(NUDGED)  # it changes nothing that matters
-        self.edited = ""  # blob hash of the train.py that it edits
         self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per seed that both have
-        self.likely = math.nan  # what `change` is on average, as the best of many is partly luck; see `expect`
+        self.likely = math.nan  # what `change` is on average, as the best of many is partly luck
         self.slowdown = 1.0  # times as long per token as usual
 
     @property
@@ -41,7 +40,7 @@ class Idea:
         return "Crashed" if self.status == "crash" else "Ideas"
 
 
-def ideas(rows: list[dict]) -> list[Idea]:
+def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
     """The ideas behind rows of one kind, in the order of their first rows."""
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
     out = train_blobs([name for idea in found for name in (idea.commit, f"{idea.commit}^")])
@@ -52,31 +51,21 @@ def ideas(rows: list[dict]) -> list[Idea]:
         own, parent = blobs.get(idea.commit, (idea.commit, None))
         if own == parent:
             continue
-        idea.edited = parent or ""
         # If the train.py that it edited has no row: compare with the last one kept before
         edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
         before = grouped([pair for other in edited for pair in other.scores.items()], lambda pair: pair[0])
         usual = {seed: statistics.mean(bpb for _, bpb in pairs) for seed, pairs in before.items()}  # if it ran again
         idea.changes = [bpb - usual[seed] for seed, bpb in idea.scores.items() if seed in usual]
-    time_tokens(found)
-    return found
-
-
-def time_tokens(found: list[Idea]) -> None:
-    """Compares an idea's fastest run, as runs that share a GPU take longer, with the median of all runs."""
     paces = [records.paces(idea.rows) for idea in found]
     usual = statistics.median([pace for some in paces for pace in some] or [1.0])
     for idea, some in zip(found, paces, strict=True):
-        idea.slowdown = min(some, default=usual) / usual
-
-
-def expect(found: list[Idea], noise: Noise) -> None:
-    """Sets `likely` of ideas that have a change whose noise is known."""
+        idea.slowdown = min(some, default=usual) / usual  # the fastest run's, as runs that share a GPU take longer
     changed = [idea for idea in found if idea.changes]
     if changed and noise.sd:
         errors = [noise.band(len(idea.changes)) / 2 for idea in changed]
         for idea, likely in zip(changed, shrink([idea.change for idea in changed], errors), strict=True):
             idea.likely = float(likely)
+    return found
 
 
 def show(args: argparse.Namespace) -> None:
@@ -97,9 +86,8 @@ def last_place(args: argparse.Namespace) -> list[dict]:
 
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas, crashes."""
-    found = ideas(rows)
     noise = Noise.of(rows[0])
-    expect(found, noise)
+    found = ideas(rows, noise)
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)
     gains = sum(idea.status == "keep" for idea in found)

@@ -101,7 +101,7 @@ def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(c
     for name, val_bpb in dict(base=1.3, idea=1.27, again=1.2).items():
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         harness.log_result(val_bpb=val_bpb, memory_gb=1.0, commit=commit, description=name, gpu="T4", dataset="d")
-    found = {idea.subject: idea.change for idea in show.ideas(harness.read_results())}
+    found = {idea.subject: idea.change for idea in show.ideas(harness.read_results(), noises.Noise(0.0, ""))}
     assert found == {"base": None, "idea": pytest.approx(0.02), "again": None}
 
 
@@ -115,7 +115,7 @@ def test_an_idea_that_takes_longer_for_its_tokens_than_is_usual_says_so(clone, m
         folder = records.new_record(f"{i:07x}", seed, "T4", "62.4 M tokens")
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
-    found = show.ideas(harness.read_results())
+    found = show.ideas(harness.read_results(), noises.Noise(0.0, ""))
     told = [show.entry(idea, noises.Noise(0.0, "")).partition("; ")[2] for idea in found]
     assert told == ["", "", "", "", "takes 1.94 times as long per token as usual", ""]
 

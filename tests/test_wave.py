@@ -491,7 +491,6 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone):
     ("revision", "remedy"),
     [
         ("HEAD no-such-branch", "bad revision 'no-such-branch'"),
-        ("HEAD..HEAD", r"HEAD\.\.HEAD: there are no such commits"),
         ("HEAD --address=auto", r"wave needs .*ray.*: pip install -e '\.\[night\]'"),
         ("HEAD", "asking for this machine's GPUs failed with exit status 3"),
         ("HEAD", "another wave, tune, loop or report of this clone is running"),
