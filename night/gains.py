@@ -53,11 +53,7 @@ class Gains:
     def __init__(self, kind: Kind, branch: str, propose: Callable, runs: Callable):
         """propose(n, base, text, subject): has a merge trained, unless it has been tried. runs(): those not ended."""
         self.kind, self.branch, self.propose, self.runs = kind, branch, propose, runs
-        self.gains: dict[int, Gain] = {}  # by number
-
-    def __bool__(self) -> bool:
-        """Whether any is left to decide in this night."""
-        return bool(self.gains)
+        self.gains: dict[int, Gain] = {}  # those that wait, by number
 
     def settle(self, n: int, base: str, row: dict) -> None:
         waits = row["status"] == "keep" and not in_history([row])

@@ -118,7 +118,7 @@ class Loop:
             self.ask()
         if not self.trainer.pending:
             sleep(0.2)
-        return bool(self.trainer.pending or self.gains or not self.over())
+        return bool(self.trainer.pending or self.gains.gains or not self.over())
 
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""

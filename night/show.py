@@ -107,23 +107,19 @@ def about_night(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def gain(idea: Idea, noise: Noise) -> str:
-    """`-0.0036*`, `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
-    mark = "*" * (idea.status == "keep")
-    if mark and idea.changes and abs(idea.likely - idea.change) > 5e-5:
-        mark += f" (likely {idea.likely:+.4f})"
-    if not idea.changes:
-        return f"{idea.score:.4f}{mark}"
-    near = "~" * (abs(idea.change) < noise.band(len(idea.changes)))
-    return with_error(idea.changes, "+.4f", ".4f") + near + mark
-
-
 def entry(idea: Idea, noise: Noise) -> str:
-    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`."""
+    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`. Changes also look like
+    `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
     if idea.status == "crash":
         return f"- {idea.commit} {idea.subject} [{idea.reason}]"
+    change, kept = f"{idea.score:.4f}", "*" * (idea.status == "keep")
+    if idea.changes:
+        near = "~" * (abs(idea.change) < noise.band(len(idea.changes)))
+        change = with_error(idea.changes, "+.4f", ".4f") + near
+        if kept and abs(idea.likely - idea.change) > 5e-5:
+            kept += f" (likely {idea.likely:+.4f})"
     slow = f"; takes {idea.slowdown:.2f} times as long per token as usual" * (idea.slowdown > SLOWER)
-    return f"- {gain(idea, noise)} {idea.commit} {idea.subject}{slow}"
+    return f"- {change}{kept} {idea.commit} {idea.subject}{slow}"
 
 
 def about_commit(commit: str) -> str:

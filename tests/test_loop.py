@@ -558,7 +558,7 @@ def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
     waiting.log(now, "now", 1.329)
     waiting.refuses = True
     waiting.gains.advance(pending=False, over=True)
-    assert not waiting.gains and waiting.asked == ["idea 3 and 2 more"]
+    assert not waiting.gains.gains and waiting.asked == ["idea 3 and 2 more"]
     verdict = f"keep, and again on {now} as proposal 4"
     assert [waiting.verdict(n) for n in (1, 2, 3)] == [verdict] * 3
 
@@ -569,7 +569,7 @@ def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is
     gone = waiting.gain(3, "B = 30", "B = 29", 1.325)
     set_status(gone, waiting.kind, "discard")
     waiting.gains.advance(pending=True, over=False)
-    assert not waiting.merged and not waiting.gains
+    assert not waiting.merged and not waiting.gains.gains
     assert waiting.verdict(2) == f"keep, but it conflicts with {better}, which is better"
     assert waiting.verdict(3) == "discard"
 
