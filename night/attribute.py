@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from night.git import branch, commit_train, create_ref, git, group, read_train, revisions, without
-from night.intervals import MISS, SHARE, interval
-from night.noise import ATTRIBUTION_SEEDS
+from night.noise import ATTRIBUTION_SEEDS, MISS, SHARE, interval
 from night.pool import Run
 from night.rows import good, kept, scores
 from night.wave import Trainer

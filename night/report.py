@@ -8,7 +8,7 @@ import harness
 from harness import crashed
 from night.attribute import attribute, lineage
 from night.git import create_ref, git, in_history
-from night.intervals import MISS, interval, miss_of_look
+from night.noise import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
 from night.records import paces

@@ -7,8 +7,7 @@ import statistics
 from harness import crashed, read_results
 from night import records
 from night.git import commit_of, in_history, train_blobs
-from night.intervals import shrink
-from night.noise import NUDGED, Noise, with_error
+from night.noise import NUDGED, Noise, shrink, with_error
 from night.rows import baseline, experiments, grouped, kept, place, scores
 from prepare import PrepareError
 

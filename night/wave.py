@@ -164,11 +164,10 @@ def log_row(result: Ended, kind: Kind, base: str) -> dict:
         to_beat = None
     elif run.commit == base:
         to_beat = math.inf
-    elif run.commit in kept_before(kind.rows(), base):
+    elif row["gpu"] != kind.gpu or run.commit in kept_before(kind.rows(), base):
         to_beat = 0.0
     else:
-        rivals = [other for other in good(kind.rows(), base) if other["gpu"] == row["gpu"]]
-        to_beat = scores(rivals).get(run.seed, 0.0)
+        to_beat = scores(good(kind.rows(), base)).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
     own |= run._asdict() | {"budget": kind.budget}
     return own | {"status": harness.log_result(**own, to_beat=to_beat, report=kind.report)}

@@ -911,9 +911,9 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or interrupted"], [
         ("tokens = max(", "tokens = min("),
-        ("scores(rivals).get(run.seed, 0.0)", "0.0"),
-        ("scores(rivals).get(run.seed, 0.0)", "scores(rivals).get(run.seed, 9.0)"),
-        ("scores(rivals).get(run.seed, 0.0)", "min([9.0, *scores(rivals).values()])"),
+        ("scores(good(kind.rows(), base)).get(run.seed, 0.0)", "0.0"),
+        ("scores(good(kind.rows(), base)).get(run.seed, 0.0)", "scores(good(kind.rows(), base)).get(run.seed, 9.0)"),
+        ("scores(good(kind.rows(), base)).get(run.seed, 0.0)", "min([9.0, *scores(good(kind.rows(), base)).values()])"),
         ("    elif run.commit == base:\n", "    elif False:\n"),
         ("        judge({run.name", "        print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
@@ -986,12 +986,12 @@ SECTIONS = [
         ("else round(x)", "else x"),
     ]),
     ("Tuning", "night/tune.py", ["test_tune.py", "-k", "moves or learns"], [
-        ('if row["status"] == "keep" or ours', "if ours"),
-        ('or ours in row["description"]:', 'or "tune " in row["description"]:'),
+        ('(row["status"] == "keep" or ours in', "(ours in"),
+        ('or ours in row["description"]):', 'or "tune " in row["description"]):'),
         ("if commit not in ended and ours", "if False and ours"),
         ("PrepareError, KeyError):", "PrepareError):"),
         ("if value != knob.value}", "}"),
-        ("TrialState.COMPLETE if score else TrialState.FAIL", "TrialState.COMPLETE"),
+        ("if not crashed(row) and (row", "if (row"),
         ("sorted([knob.low, values[knob.name], knob.high])", "[knob.low, knob.high]"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
@@ -1187,7 +1187,7 @@ SECTIONS = [
         ('lines.append("The errors cover', 'str("The errors cover'),
         ("split)) >= 2", "split)) >= 3"),
     ]),
-    ("Intervals", "night/intervals.py", ["test_report.py", "-k", "interval or however or lower or seeds_a_check"], [
+    ("Intervals", "night/noise.py", ["test_report.py", "-k", "interval or however or lower or seeds_a_check"], [
         ("miss / 2, n - 1", "miss, n - 1"),
         ("miss / 2, n - 1", "miss / 2, n"),
         ("ddof=1", "ddof=0"),
@@ -1326,7 +1326,7 @@ SECTIONS = [
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat"], [
-        ('good(kind.rows(), base) if other["gpu"] == row["gpu"]]', 'good(kind.rows(), base)]'),
+        ('row["gpu"] != kind.gpu or run.commit', 'run.commit'),
         ('to_beat=to_beat, report=kind.report)', 'to_beat=to_beat)'),
         ('"tokens_M", "test_bpb", "gpu"', '"tokens_M", "gpu"'),
     ]),

@@ -16,8 +16,7 @@ import harness
 import prepare
 from night import report as reports
 from night.__main__ import parse
-from night.intervals import interval, miss_of_look, shrink
-from night.noise import seed_noise
+from night.noise import interval, miss_of_look, seed_noise, shrink
 from night.report import gains, remember_look
 from night.rows import experiments, reference, scores
 
