@@ -17,10 +17,9 @@ import prepare
 from night.loop import loop
 from night.plot import plot
 from night.report import report
-from night.rows import print_reference
+from night.rows import keep, print_reference
 from night.run import LIMIT, run
 from night.show import show
-from night.statuses import keep
 from night.tune import SAMPLERS, tune
 from night.wave import wave
 from prepare import PrepareError
@@ -30,7 +29,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parser.set_defaults(per_gpu=1, locked=False)
+    parser.set_defaults(per_gpu=1, locked=False, seeds=3, attribute=False)
 
     budget = argparse.ArgumentParser(add_help=False)
     either = budget.add_mutually_exclusive_group()

@@ -69,27 +69,17 @@ class Agent(NamedTuple):
     files: dict[str, bytes]
     process: subprocess.Popen
 
-    def described(self) -> str:
-        """The first line with text in its file IDEA, or ""."""
-        return self.name_of(plain(self.work / "IDEA").splitlines())
-
     def idea(self) -> str:
-        """What it says it changes, else its first new line: what it prints may be a banner."""
+        """What its file IDEA says, else its first new line, in its train.py; "" if there is neither yet."""
         before = self.files["train.py"].splitlines()
         new = [line for line in self.train().splitlines() if line not in before]
-        return self.described() or self.name_of([*new, b"fewer lines"])
-
-    def name_of(self, lines: list[bytes]) -> str:
-        """The first line with text, or ""."""
-        for line in lines:
+        for line in [*plain(self.work / "IDEA").splitlines(), *new]:
             if idea := harness.clean(line.decode(errors="replace")).partition(AGAIN)[0][:100].strip():
                 return self.name + idea
         return ""
 
     def train(self) -> bytes:
-        """Its train.py, with the line ends of the one it got."""
-        text = plain(self.work / "train.py")
-        return text if b"\r\n" in self.files["train.py"] else text.replace(b"\r\n", b"\n")
+        return plain(self.work / "train.py").replace(b"\r\n", b"\n")
 
     def changed(self) -> list[str]:
         """The files that it changed. New ones do not count."""
@@ -152,7 +142,7 @@ def prompt(
     size = "" if (live := live_row(rows)) is None else f", whose size is SIZES[{live}]"
     rules = re.search(r"## What you may change\n+(.*?)\n## ", prepare.read(ROOT / "program.md"), re.S)
     return PROMPT.format(
-        budget=args.budget + f" as on a {args.gpu}" * bool(args.gpu),
+        budget=args.budget,
         where=f"{kind.gpu}{size}, with dataset {kind.dataset}",
         minutes=args.agent_limit / 60,
         python=sys.executable,

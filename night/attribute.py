@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from night.git import branch, commit_train, create_ref, git, group, read_train, revisions, without
-from night.intervals import MISS, SHARE, interval
-from night.noise import ATTRIBUTION_SEEDS
+from night.git import branch, commit_train, create_ref, git, group, read_train, without
+from night.noise import ATTRIBUTION_SEEDS, MISS, SHARE, interval
+from night.pool import Run
 from night.rows import good, kept, scores
-from night.wave import Trainer, run_of
+from night.wave import Trainer
 from prepare import PrepareError
 
 LEVEL = 0.1  # false discovery rate of the changes called real, by Benjamini and Hochberg's procedure
@@ -98,7 +98,8 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     line: rows of commits each of which contains the one before, the baseline first. gain: of the last over the first,
     with new seeds.
     """
-    files, full = [read_train(row["commit"]) for row in line], line[-1]["commit"]
+    files = [read_train(row["commit"]) for row in line]
+    full = line[-1]["commit"], line[-1]["description"]
     parts = units(files)
     changes = [Change("; ".join(line[i]["description"] for i in sorted(unit))) for unit in parts]
 
@@ -106,7 +107,7 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
         dropped = [possible(files, [parts[i] for i in np.flatnonzero(row)]) for row in plan]
         done = np.array([[unit <= one for unit in parts] for one in dropped])
         once = np.unique(np.column_stack([done, seeds]), axis=0, return_index=True)[1]  # some may be the same run
-        runs = [(build(files, dropped[i], full), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
+        runs = [Run(*build(files, dropped[i], full), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
         return done[once], seeds[once], score_runs(trainer, runs)
 
     try_changes(changes, measure)
@@ -122,13 +123,13 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle):
         pruned = build(files, dropped, full)
-        runs = [(commit, 2001 + i) for i in range(PAIRS) for commit in (full, pruned)]
+        runs = [Run(*version, 2001 + i) for i in range(PAIRS) for version in (full, pruned)]
         found, fine = prune(score_runs(trainer, runs)[:, 0].reshape(PAIRS, 2), gain)
         text += f" The pruned file lacks {len(dropped)} commits' changes. {found}"
         if fine:
-            name = f"{branch() or 'HEAD'}-pruned-{pruned}"
+            name = f"{branch() or 'HEAD'}-pruned-{pruned[0]}"
             with suppress(subprocess.CalledProcessError):  # somebody has already gone on with it
-                create_ref(f"refs/heads/{name}", pruned)
+                create_ref(f"refs/heads/{name}", pruned[0])
             text += f" It is branch {name}."
     return "\n".join([*lines, "", text])
 
@@ -142,11 +143,10 @@ def lineage(rows: list[dict]) -> list[dict]:
     return [first[commit[:7]] for commits in line for commit in commits.split() if commit[:7] in first]
 
 
-def score_runs(trainer: Trainer, runs: list[tuple[str, int]]) -> np.ndarray:
-    """val_bpb and test_bpb, (runs, 2), of commits with seeds; NaN where a run crashed."""
-    subjects = dict(revisions([commit for commit, _ in runs]))
-    rows = trainer.train([run_of(commit, subjects[commit], seed) for commit, seed in runs])
-    found = [[scores(good(rows, commit), split).get(seed) for split in ("val", "test")] for commit, seed in runs]
+def score_runs(trainer: Trainer, runs: list[Run]) -> np.ndarray:
+    """val_bpb and test_bpb, (runs, 2); NaN where a run crashed."""
+    rows = trainer.train(runs)
+    found = [[scores(good(rows, run.commit), split).get(run.seed) for split in ("val", "test")] for run in runs]
     return np.array(found, float)
 
 
@@ -169,12 +169,12 @@ def possible(files: list[bytes], wanted: list[set[int]]) -> set[int]:
     return dropped
 
 
-def build(files: list[bytes], dropped: set[int], full: str) -> str:
-    """The commit of the last file without the dropped changes. full: that of the last file itself."""
+def build(files: list[bytes], dropped: set[int], full: tuple[str, str]) -> tuple[str, str]:
+    """Commit and subject of the last file without the dropped changes. full: those of the last file itself."""
     if not dropped:
         return full
-    subject = f"{full} without changes {', '.join(map(str, sorted(dropped)))}"
-    return commit_train(full, without(files, dropped), subject, "without/")
+    subject = f"{full[0]} without changes {', '.join(map(str, sorted(dropped)))}"
+    return commit_train(full[0], without(files, dropped), subject, "without/"), subject
 
 
 def prune(scores: np.ndarray, gain: float) -> tuple[str, bool]:

@@ -19,10 +19,11 @@ PATIENCE = 30  # seconds for all of it to end once it is killed, including its g
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
 
-def environment(env: dict[str, str], cores: int, usable: int) -> dict[str, str]:
-    """env, for a run on so many of the usable cores. On all of them, PyTorch chooses the number of threads."""
-    env = env | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
-    return PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env if cores < usable else env
+def environment(cores: int) -> dict[str, str]:
+    """That of a run on so many cores. On all of them, PyTorch chooses the number of threads."""
+    cores = max(1, cores)
+    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(min(32, cores))}  # Inductor's limit
+    return PASSIVE | {"OMP_NUM_THREADS": str(cores)} | env if cores < len(os.sched_getaffinity(0)) else env
 
 
 class Checkout:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import harness
 from night.git import compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
 from night.proposals import AGAIN, new_proposal, note, program
-from night.rows import Kind, good, reference, scores
-from night.statuses import set_status
+from night.rows import Kind, good, reference, scores, set_status
 
 
 class Gain(NamedTuple):
@@ -52,14 +51,9 @@ class Gains:
     """The gains of a night that wait, and how they become its reference."""
 
     def __init__(self, kind: Kind, branch: str, propose: Callable, runs: Callable):
-        """propose(n, base, text, subject): has a merge trained, returns whether it is. runs(): those not ended."""
+        """propose(n, base, text, subject): has a merge trained, unless it has been tried. runs(): those not ended."""
         self.kind, self.branch, self.propose, self.runs = kind, branch, propose, runs
-        self.gains: dict[int, Gain] = {}  # by number
-        self.again: tuple[int, str, list[Gain]] | None = None  # proposal n merges a reference with these gains
-
-    def __bool__(self) -> bool:
-        """Whether any is left to decide in this night."""
-        return bool(self.gains)
+        self.gains: dict[int, Gain] = {}  # those that wait, by number
 
     def settle(self, n: int, base: str, row: dict) -> None:
         waits = row["status"] == "keep" and not in_history([row])
@@ -67,17 +61,10 @@ class Gains:
         if waits:
             size = self.score(base) - row["val_bpb"]
             self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
-        if self.again and self.again[0] == n:
-            self.settle_again(row["status"] == "keep")
-
-    def settle_again(self, gained: bool) -> None:
-        n, now, gains = self.again
-        self.decided(f"keep, and again on {now} as proposal {n}" + ", which is no gain" * (not gained), *gains)
-        self.again = None
 
     def advance(self, pending: bool, over: bool) -> None:
         """Makes gains the reference, or trains them again on top of it: see `next_step`."""
-        while self.gains and not self.merging():
+        while self.gains and not any(AGAIN in run.description for run in self.runs()):
             kept = {row["commit"] for row in self.kind.rows() if row["status"] == "keep"}
             self.decided("discard", *[gain for gain in self.gains.values() if gain.commit not in kept])  # by a person
             now = reference(self.kind)
@@ -102,14 +89,8 @@ class Gains:
             self.decided(f"keep, and part of {now}", *merged)
         else:
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
-            n = new_proposal(self.branch)
-            trains = self.propose(n, now, text, f"{idea}{AGAIN}{now}")
-            self.again = n, now, merged
-            if not trains:  # it has been tried
-                self.settle_again(False)
-
-    def merging(self) -> bool:
-        return bool(self.again) or any(AGAIN in run.description for run in self.runs())
+            self.propose(n := new_proposal(self.branch), now, text, f"{idea}{AGAIN}{now}")
+            self.decided(f"keep, and again on {now} as proposal {n}", *merged)
 
     def decided(self, verdict: str, *gains: Gain) -> None:
         for gain in gains:

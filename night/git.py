@@ -4,7 +4,6 @@ What is not meant for people lies under refs/night/, where `git branch` does not
 is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
 """
 
-import subprocess
 import tempfile
 import warnings
 from contextlib import suppress
@@ -31,21 +30,18 @@ def branch() -> str:
     return git("branch", "--show-current")
 
 
+def revisions(names: list[str]) -> list[tuple[str, str]]:
+    """(7-digit hash, clean subject) of each revision. CalledProcessError if any is unknown."""
+    log = git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--")
+    lines = [line.partition(" ") for line in log.split("\n") if line]
+    return [(commit[:7], harness.clean(subject)) for commit, _, subject in lines]
+
+
 def commit_of(revision: str) -> str:
     """A revision's 7-digit commit hash. Raises PrepareError if there is none."""
-    try:
-        return git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}")[:7]
-    except subprocess.CalledProcessError:
-        raise PrepareError(f"there is no commit {revision}") from None
-
-
-def revisions(names: list[str]) -> list[tuple[str, str]]:
-    """(7-digit hash, subject) of each revision. Raises PrepareError if any is unknown."""
-    run = harness.run_git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--", check=False, cwd=ROOT)
-    log, problem = (text.decode(errors="replace").strip() for text in (run.stdout, run.stderr))
-    if not log:
-        raise PrepareError(problem.removeprefix("fatal: ") or f"{' '.join(names)}: there are no such commits")
-    return [(commit[:7], subject) for commit, _, subject in (line.partition(" ") for line in log.split("\n"))]
+    if commit := git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}", check=False):
+        return commit[:7]
+    raise PrepareError(f"there is no commit {revision}")
 
 
 def train_blobs(names: list[str]) -> list[str]:
@@ -54,19 +50,14 @@ def train_blobs(names: list[str]) -> list[str]:
     return git("cat-file", "--batch-check=%(objectname)", input=lines.encode(), check=False).split("\n")
 
 
-def with_train_of(revision: str, names: list[str]) -> list[str]:
-    """Those of the names whose train.py is that of the revision."""
-    own, *blobs = train_blobs([revision, *names])
-    return [name for name, blob in zip(names, blobs, strict=False) if blob == own]
-
-
 def in_history(rows: list[dict]) -> list[dict]:
     """Rows whose commit is HEAD or an ancestor of it: ideas on other branches count once they are merged. So do those
     that were kept and have HEAD's train.py, as after an amended commit, a rebase or a squashed merge."""
     history = {line[:7] for line in git("rev-list", "HEAD").split()}
     kept = [row["commit"] for row in rows if row["status"] == "keep" and row["commit"] not in history]
     if kept:
-        history |= {*with_train_of("HEAD", kept)}
+        own, *blobs = train_blobs(["HEAD", *kept])
+        history |= {commit for commit, blob in zip(kept, blobs, strict=False) if blob == own}
     return [row for row in rows if row["commit"] in history]
 
 

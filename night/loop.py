@@ -1,12 +1,13 @@
 """The loop: asks agents for one idea after another, trains what they propose, and keeps what is better."""
 
 import argparse
+import difflib
 import itertools
 import math
-import os
+import re
 import shutil
 import subprocess
-import sys
+from collections import Counter
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -18,10 +19,9 @@ from night.git import branch, commit_train, git, in_history, print_doubts, read_
 from night.noise import noise_versions
 from night.pool import Run
 from night.proposals import AGAIN
-from night.rows import experiments, good, grouped, reference
-from night.run import train_options
-from night.statuses import set_status
-from night.wave import Trainer, run_of, start_pool
+from night.report import report
+from night.rows import experiments, good, grouped, reference, set_status
+from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
 CRASHED = 10  # crashes in a row that end the loop
@@ -38,27 +38,23 @@ def loop(args: argparse.Namespace) -> None:
     git("var", "GIT_COMMITTER_IDENT")  # fails if it is not set; git then says how to
     trainer = Trainer(args, *start_pool(args))
     night, kind = Loop(args, trainer), trainer.kind
-    (base,) = revisions([reference(kind)])
-    print_doubts([base[0]])
-    begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base[0]}
-    noise = noise_versions(base[0], night.branch) if begins else {}  # measured while agents think
+    base = reference(kind)
+    print_doubts([base])
+    begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base}
+    noise = noise_versions(base, night.branch) if begins else []  # measured while agents think
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([run_of(*version) for version in [base, *noise.items()]], base)[0]["status"] == "crash":
-            raise PrepareError(f"the reference crashes: python -m night show {base[0]} says why")
-        for commit in noise:
+        if trainer.train([Run(*version) for version in [*revisions([base]), *noise]], base)[0]["status"] == "crash":
+            raise PrepareError(f"the reference crashes: python -m night show {base} says why")
+        for commit, _ in noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
-        trainer.begin()
         night.work()
     finally:
         night.end_agents()
         print(night.summary())
-    if args.report:  # in the same process: whoever ends the loop ends the report
-        trainer.pool.close()
-        options = [f"--per-gpu={args.per_gpu}", f"--limit={args.limit}", f"--address={args.address or ''}"]
-        options += ["--locked"] * args.locked
-        os.execv(sys.executable, [sys.executable, "-m", "night", "report", *train_options(args), *options])
+    if args.report:
+        report(args, trainer.pool, kind)
 
 
 class Loop:
@@ -122,7 +118,7 @@ class Loop:
             self.ask()
         if not self.trainer.pending:
             sleep(0.2)
-        return bool(self.trainer.pending or self.gains or not self.over())
+        return bool(self.trainer.pending or self.gains.gains or not self.over())
 
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""
@@ -166,7 +162,7 @@ class Loop:
         base, rows = reference(self.kind), [row for row in experiments() if self.kind.holds(row)]
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
-        now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.described())]
+        now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.idea())]
         refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-SHOWN:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
@@ -182,7 +178,7 @@ class Loop:
             others = [name for name in agent.changed() if name != "train.py"]
             changes = f"it changes {', '.join(others[:3])}" if others else ""
             code = agent.process.returncode  # an error of its own may have cut it off
-            idea = agent.idea() + f" (exit status {code})" * bool(code)
+            idea = (agent.idea() or "fewer lines") + f" (exit status {code})" * bool(code)
             trains = self.propose(agent.n, agent.base, agent.train(), idea, changes)
         self.agents.remove(agent)
         shutil.rmtree(agent.work.parent, ignore_errors=True)
@@ -196,7 +192,9 @@ class Loop:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
         before = read_train(base)
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
-            (proposals.folder(n) / "train.diff").write_text(proposals.diff(before, text), "utf-8")
+            old, new = (version.decode(errors="replace").splitlines() for version in (before, text))
+            lines = difflib.unified_diff(old, new, lineterm="")
+            (proposals.folder(n) / "train.diff").write_text("".join(f"{line}\n" for line in lines), "utf-8")
         rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
@@ -207,11 +205,10 @@ class Loop:
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
-        item = run_of(commit, subject), revisions([base])[0]
         proposals.note(n, f"trains as {commit}")
         self.proposed[commit] = n, base
         todo = self.trainer.todo
-        todo.insert(0 if AGAIN in subject else len(todo), item)
+        todo.insert(0 if AGAIN in subject else len(todo), (Run(commit, subject), base))
 
     def end_agents(self) -> None:
         for agent in self.agents:
@@ -222,7 +219,8 @@ class Loop:
         self.agents.clear()
 
     def summary(self) -> str:
-        found = ", ".join(f"{number} {word}" for word, number in proposals.count_verdicts().items())
+        words = Counter(re.split(r"\W", text)[0] for text in proposals.verdicts().values() if text != proposals.ENDED)
+        found = ", ".join(f"{number} {word}" for word, number in words.items() if word)
         text = f"\n{self.over() or 'ended early'}: proposals so far: {found or 'none'}.\n"
         with suppress(subprocess.CalledProcessError):
             text += f"The reference is now {reference(self.kind)}. "

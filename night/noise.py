@@ -1,30 +1,33 @@
-"""How much of a difference between runs is luck."""
+"""How much of a difference between runs is luck: noise from repeats, intervals, gains shrunk. Scores are normal."""
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 import harness
+from harness import crashed
 from night.git import commit_train, read_train
 from night.knobs import nudged
-from night.rows import NUDGED, grouped, place, scores
+from night.rows import place
 
 ATTRIBUTION_SEEDS = 1001  # from here on
+NUDGED = "noise: like "  # and a commit: begins the subject of a version of it that only measures the noise
 NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, enough for other luck
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
+SHARE = 0.1  # of a night's gain: what a pruned file may lose
+MISS = 0.05  # chance that a statement is wrong: a pruned file that loses more, a gain outside its interval
 
 
-def noise_versions(base: str, branch: str) -> dict[str, str]:
-    """Subjects by commit of what ought to score as `base` does: by how much it does not, changes can be judged."""
-    text, found = read_train(base), {}
-    for factor in NUDGES:
-        if (other := nudged(text, factor)) != text:
-            subject = f"{NUDGED}{factor}"
-            found[commit_train(base, other, subject, f"{branch}-noise/")] = subject
-    return found
+def noise_versions(base: str, branch: str) -> list[tuple[str, str]]:
+    """Commits, with subjects, of what ought to score as `base` does: by how much it does not, changes can be judged."""
+    text = read_train(base)
+    found = [(nudged(text, factor), f"{NUDGED}{base}, constants x {factor}") for factor in NUDGES]
+    return [(commit_train(base, other, name, f"{branch}-noise/"), name) for other, name in found if other != text]
 
 
 def with_error(values: Collection[float], form: str, error_form: str) -> str:
@@ -40,23 +43,28 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
 def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
-    Pooled over all commits with several seeds on the row's GPU, budget and dataset, reports included, but without runs
-    of an attribution, which estimates the noise itself. same_seed: after removing the mean of each seed over commits.
+    Pooled over all commits that ran again on the row's GPU, budget and dataset, reports included, but without runs of
+    an attribution, which estimates the noise itself. same_seed: after removing the mean of each seed over commits, and
+    a version that only measures the noise counts as the commit that it is of, run again.
     """
-    rows = [other for other in harness.read_results() if place(other) == place(row)]
-    runs = []
-    for (commit, report), group in grouped(rows, lambda row: (row["commit"], row["status"] == "report")).items():
-        found = [] if commit.endswith("+") else scores(group).items()  # one per seed: the same run may be repeated
-        found = [(seed, bpb) for seed, bpb in found if not report or seed < ATTRIBUTION_SEEDS]
-        runs += [(f"{commit}{report}", f"{seed}{report}", bpb) for seed, bpb in found if len(found) > 1]
-    if not runs:
+    runs = {}  # one per commit and seed: the same run may be repeated
+    for other in harness.read_results():
+        commit, seed, report = other["commit"], other["seed"], other["status"] == "report"
+        lucky = other["description"].startswith(NUDGED)
+        apart = commit.endswith("+") or (report and seed >= ATTRIBUTION_SEEDS) or (lucky and not same_seed)
+        if place(other) == place(row) and not crashed(other) and not apart:
+            version = other["description"].removeprefix(NUDGED)[:7] if lucky else commit
+            runs[commit, seed, report] = f"{version}{report}", f"{seed}{report}", other["val_bpb"]
+    often = Counter(version for version, *_ in runs.values())
+    again = [run for run in runs.values() if often[run[0]] > 1]
+    if not again:
         return 0.0, 0
-    commits, seeds, bpb = map(np.array, zip(*runs, strict=True))
+    commits, seeds, bpb = map(np.array, zip(*again, strict=True))
     means = commits[:, None] == np.unique(commits)
     if same_seed:
         means = np.hstack([means, seeds[:, None] == np.unique(seeds)])
     fit, _, rank, _ = np.linalg.lstsq(means.astype(float), bpb, rcond=None)
-    freedom = len(runs) - int(rank)
+    freedom = len(again) - int(rank)
     return (math.sqrt(((bpb - means @ fit) ** 2).sum() / freedom), freedom) if freedom else (0.0, 0)
 
 
@@ -68,19 +76,46 @@ class Noise(NamedTuple):
     whose: str
 
     @classmethod
-    def of(cls, rows: list[dict], found: Sequence = ()) -> "Noise":
-        """found: the ideas behind the rows. Those that change nothing that matters tell about noise, too."""
-        sd, freedom = seed_noise(rows[0], same_seed=True)
-        squares = sd**2 * freedom
-        lucky = [idea for idea in found if idea.is_noise and len(idea.changes) == 1]
-        for same in grouped(lucky, lambda idea: idea.edited).values():
-            values = [0.0, *(idea.change for idea in same)]  # they share the run of the file that they edit
-            squares += len(values) * np.var(values)
-            freedom += len(same)
+    def of(cls, row: dict) -> "Noise":
+        """That of rows of this row's kind."""
+        sd, freedom = seed_noise(row, same_seed=True)
         if freedom < KNOWN:
-            return cls(seed_noise(rows[0])[0], "of a seed")
-        return cls(math.sqrt(squares / freedom), "between versions with one seed")
+            return cls(seed_noise(row)[0], "of a seed")
+        return cls(sd, "between versions with one seed")
 
     def band(self, pairs: int = 1) -> float:
         """Two standard errors of the mean difference of so many pairs of runs."""
         return 2 * self.sd * math.sqrt(2 / pairs)
+
+
+def miss_of_look(look: int) -> float:
+    """The chance that the interval of the first, second, ... look at more seeds misses the true gain: 3%, 1%, 0.5%, ...
+
+    However many looks there are, all their intervals hold with a chance of 1 - MISS (Bonferroni), as long as what one
+    look says does not choose the number of seeds of the next: it is twice as many."""
+    return 0.6 * MISS if look == 1 else 0.4 * MISS / 2 ** (look - 1)
+
+
+def interval(differences: ArrayLike, miss: float = MISS) -> tuple:
+    """The mean of paired differences (..., n), its standard error, and the ends of its interval, by Student's t."""
+    from scipy import stats
+
+    n = np.shape(differences)[-1]
+    mean, error = np.mean(differences, -1), np.std(differences, -1, ddof=1) / np.sqrt(n)
+    margin = stats.t.isf(miss / 2, n - 1) * error
+    return mean, error, mean - margin, mean + margin
+
+
+def shrink(gains: ArrayLike, sd: ArrayLike) -> np.ndarray:
+    """What each of a night's gains is on average, given its measured value: the best of many is partly luck.
+
+    An empirical Bayes mean: if each true gain is one of the measured ones or nothing, EM finds which shares of these
+    make the measured ones likeliest, with two more that are nothing. sd: of each measurement."""
+    true = np.append(gains, 0.0)
+    likely = np.exp(-0.5 * ((np.reshape(gains, (-1, 1)) - true) / np.reshape(sd, (-1, 1))) ** 2)
+    share = np.full(len(true), 1 / len(true))
+    for _ in range(50):
+        chance = likely * share / (likely @ share)[:, None]
+        share = chance.sum(0) + 2 * (true == 0)
+        share /= share.sum()
+    return likely * share @ true / (likely @ share)

@@ -6,7 +6,6 @@ import numpy as np
 
 import harness
 from night.git import in_history
-from night.ideas import ideas
 from night.noise import Noise
 from night.rows import baseline, experiments, grouped, one_seed, place
 from prepare import PrepareError
@@ -53,7 +52,7 @@ def draw(ax, rows: list[dict]) -> None:
     if kept.any():
         lowest = np.minimum.accumulate(np.where(kept, y, np.inf))
         ax.step(x, lowest, where="post", color=GREEN, alpha=0.5)
-        noise = Noise.of(rows, ideas(rows))
+        noise = Noise.of(rows[0])
         if noise.sd:
             band = lowest[-1] - 2 * noise.sd, lowest[-1] + 2 * noise.sd
             ax.axhspan(*band, color=GREEN, alpha=0.12, label=f"best +- 2 s.d. {noise.whose}")

@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
     commit: str
     description: str
-    seed: int
+    seed: int = harness.SEED
 
     @property
     def name(self) -> tuple[str, int]:
@@ -95,16 +95,12 @@ class Local:
         """Starts a Python command in a checkout of a commit's files, `packed` as a tar, on the GPU with the fewest
         runs. record: see harness.night_record."""
         gpu = max(self.free, key=self.free.count)
-        env = self.environment() | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        env = environment(len(os.sched_getaffinity(0)) // self.slots) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         try:
             self.active[run] = gpu, Checkout(packed, self.files, command, record, env, self.limit)
             self.free.remove(gpu)
         except (OSError, subprocess.SubprocessError) as error:  # disk full
             self.failed.append(Ended(run, "", [], type(error).__name__, {}))
-
-    def environment(self) -> dict[str, str]:
-        usable = len(os.sched_getaffinity(0))
-        return environment(os.environ, max(1, usable // self.slots), usable)
 
     def ended(self) -> Iterator[Ended]:
         until = time.monotonic() + 0.5

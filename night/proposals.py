@@ -5,8 +5,6 @@ import functools
 import os
 import re
 import subprocess
-import tempfile
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,21 +42,6 @@ def verdict(n: int) -> str:
 def verdicts() -> dict[int, str]:
     """By number. They begin with keep, discard, crash, waits, trains, refused or failed; "" without one."""
     return {n: verdict(n) for n in sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())}
-
-
-def count_verdicts() -> Counter:
-    """Proposals by the first word of their verdicts, without those that the end of the loop cut off."""
-    return Counter(re.match(r"\w+", text)[0] for text in verdicts().values() if text not in ("", ENDED))
-
-
-def diff(before: bytes, text: bytes) -> str:
-    """Between two versions of train.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in (("before", before), ("after", text)):
-            Path(folder, name).write_bytes(content)
-        options = ["--no-index", "--no-ext-diff", "--no-color"]
-        run = harness.run_git("diff", *options, "before", "after", cwd=folder, check=False)
-    return run.stdout.decode(errors="replace")
 
 
 def new_proposal(branch: str) -> int:

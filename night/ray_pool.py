@@ -105,8 +105,7 @@ def run_in_checkout(
     import ray
 
     cores = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
-    env = environment(dict(os.environ), max(1, cores), len(os.sched_getaffinity(0)))
-    work = Checkout(packed, files, command, record or {}, env, limit)
+    work = Checkout(packed, files, command, record or {}, environment(cores), limit)
     try:
         while work.at_work():
             time.sleep(LOOK)

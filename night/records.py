@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import prepare
+from harness import crashed
 from night.git import ROOT
 
 RUNS = ROOT / "runs"
@@ -31,12 +32,6 @@ def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
             return folder
 
 
-def end_record(folder: Path, reason: str) -> None:
-    """Marks a run without a summary as ended."""
-    with suppress(OSError), (folder / "summary.json").open("x") as file:
-        json.dump({"reason": reason}, file)
-
-
 def record_of(row: dict) -> Path | None:
     """The record of the last run that a row may stand for, if there is one."""
     name = record_name(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
@@ -48,13 +43,14 @@ def record_of(row: dict) -> Path | None:
 
 
 def summary(folder: Path) -> dict:
-    """The summary of a run; {} if there is none yet."""
+    """The summary of a run; {} if it has none."""
     with suppress(ValueError):
         return json.loads(prepare.read(folder / "summary.json"))
     return {}
 
 
-def run_seconds(rows: list[dict]) -> list[float]:
-    """Seconds that the last run of each row trained, without rows that have no record."""
-    found = [summary(folder).get("training_seconds") for folder in map(record_of, rows) if folder]
-    return [number for number in found if number]
+def paces(rows: list[dict]) -> list[float]:
+    """Seconds per million tokens of the last run of each row, without crashes and rows that have no record."""
+    found = [(row["tokens_M"], record_of(row)) for row in rows if row["tokens_M"] and not crashed(row)]
+    seconds = [(tokens, summary(folder).get("training_seconds")) for tokens, folder in found if folder]
+    return [number / tokens for tokens, number in seconds if number]

@@ -8,16 +8,17 @@ import harness
 from harness import crashed
 from night.attribute import attribute, lineage
 from night.git import create_ref, git, in_history
-from night.ideas import SLOWER
-from night.intervals import MISS, interval, miss_of_look
+from night.noise import MISS, interval, miss_of_look
 from night.plot import plot
-from night.records import run_seconds
-from night.rows import experiments, good, pairs, scores
-from night.wave import Trainer, run_of, start_pool
+from night.pool import Run
+from night.records import paces
+from night.rows import Kind, experiments, good, pairs, scores
+from night.show import SLOWER
+from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
 
-def report(args: argparse.Namespace) -> None:
+def report(args: argparse.Namespace, pool=None, kind: Kind | None = None) -> None:
     """Trains the first and the last kept revision with new seeds, scores val and test, and says what was luck."""
     import matplotlib  # noqa: F401
     import scipy  # noqa: F401  better missed now than after all runs
@@ -25,7 +26,8 @@ def report(args: argparse.Namespace) -> None:
     seeds = range(101, 101 + args.seeds)  # unlikely to have been used by experiments
     if len(seeds) < 2:
         raise PrepareError(f"--seeds must be at least 2, not {args.seeds}: one run has no standard error")
-    pool, kind = start_pool(args)
+    if not pool:
+        pool, kind = start_pool(args)
     rows = [row for row in experiments() if kind.holds(row)]
     if not rows:
         raise PrepareError(f"results.tsv has no experiment on {kind}")
@@ -44,7 +46,7 @@ def report(args: argparse.Namespace) -> None:
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
         trainer = Trainer(args, pool, kind._replace(report=True))
-        runs = [run_of(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
+        runs = [Run(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
         ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)
         write(gains(kept[0], kept[-1], rows, trained, *remember_look(*ends, trained, kind.dataset)))
@@ -99,7 +101,7 @@ def gains(
     for commit in ends:
         if lost := {row["seed"] for row in rows if row["commit"] == commit} - scores(good(rows, commit)).keys():
             lines.append(f"{commit} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-    before, after = (run_seconds(good(rows, commit)) for commit in ends)
+    before, after = (paces(good(rows, commit)) for commit in ends)
     if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
         lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)

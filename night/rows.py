@@ -1,10 +1,10 @@
-"""Which rows of results.tsv belong together, and the commit that the next experiment starts from."""
+"""Which rows of results.tsv belong together, night's verdicts and a person's, and the commit to start from."""
 
 import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import harness
@@ -12,36 +12,31 @@ import prepare
 from harness import crashed
 from night.git import commit_of, in_history
 from night.pool import gpu_names
-
-NUDGED = "noise: constants x "  # begins the subjects of versions that only measure the noise
+from prepare import PrepareError
 
 
 class Kind(NamedTuple):
     """What comparable rows have in common."""
 
     gpu: str
-    budget: str  # harness.budget_name()
+    budget: str
     dataset: str
-    imitates: str = ""  # --gpu; not part of `gpu`
     report: bool = False  # rows of a report, or of experiments
 
     def __str__(self) -> str:
-        return ", ".join(self.place())
-
-    def place(self) -> tuple[str, str, str]:
-        """GPU, budget and dataset, as in the columns."""
-        return self.gpu + f" as {self.imitates}" * bool(self.imitates), self.budget, self.dataset
+        return ", ".join(self[:3])
 
     def rows(self) -> list[dict]:
         return [row for row in harness.read_results() if self.holds(row)]
 
     def holds(self, row: dict) -> bool:
-        return place(row) == self.place() and (row["status"] == "report") == self.report
+        return place(row) == self[:3] and (row["status"] == "report") == self.report
 
 
-def kind_here(args: argparse.Namespace) -> Kind:
-    """The kind of row that a run with these options gets on this machine."""
-    return Kind((gpu_names(args.gpu) or ["cpu"])[0], args.budget, prepare.dataset_id(), args.gpu or "")
+def kind_here(args: argparse.Namespace, gpu: str = "") -> Kind:
+    """The kind of row that a run with these options gets, on this machine's GPU unless another one is named."""
+    gpu = gpu or (gpu_names(args.gpu) or ["cpu"])[0]
+    return Kind(gpu + f" as {args.gpu}" * bool(args.gpu), args.budget, prepare.dataset_id())
 
 
 def place(row: dict) -> tuple[str, str, str]:
@@ -127,7 +122,59 @@ def kept_before(rows: list[dict], commit: str) -> set[str]:
 
 def five_minutes(kind: Kind) -> Kind:
     """Runs of train.py without options on the same GPU."""
-    return kind._replace(budget=harness.budget_name(), imitates="")
+    return kind._replace(gpu=kind.gpu.partition(" as ")[0], budget=harness.budget_name())
+
+
+def change_status(rows: Iterable[dict], status: str, by: str = "night") -> list[dict]:
+    """Sets the status of rows, unless a person has; returns those that have it now. Nothing else changes a status."""
+    for row in rows:
+        if by == "person" or row["by"] != "person":
+            row |= {"status": status, "by": by}
+    return [row for row in rows if row["status"] == status]
+
+
+def move_to_end(log: list[dict], rows: list[dict]) -> None:
+    """The last kept row is the reference."""
+    log[:] = [other for other in log if not any(other is row for row in rows)] + rows
+
+
+def judge(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
+    """Keeps the ideas among these runs (see `run_name`) whose mean is below that of `base` with the same seeds, and
+    discards the others. Rows that are kept from now on move to the end of the log."""
+    with harness.edit_log() as log:
+        held = list(filter(kind.holds, log))
+        rows = [row for row in held if run_name(row) in runs]
+        ideas = dict.fromkeys(row["commit"] for row in rows if row["commit"] != base)
+        for commit in [commit for commit in ideas if commit not in kept_before(held, base)]:
+            if changes := [after - before for before, after in pairs(rows, base, commit)]:
+                status = "keep" if statistics.mean(changes) < 0 else "discard"
+                changed = change_status([row for row in good(rows, commit) if row["status"] != status], status)
+                move_to_end(log, changed if status == "keep" else [])
+
+
+def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
+    """Sets a commit's status: `keep` in its last row, which moves behind later kept ones, or `discard` in all its rows.
+    Returns whether it has a row."""
+    with harness.edit_log() as log:
+        rows = list(filter(kind.holds, log))
+        found = good(rows, commit)
+        changed = change_status(found[-1:] if status == "keep" else found, status, by)
+        for row in changed if status == "keep" else []:
+            if in_history([other for other in rows[rows.index(row) + 1 :] if other["status"] == "keep"]):
+                move_to_end(log, [row])
+    return bool(found)
+
+
+def keep(args: argparse.Namespace) -> None:
+    """Sets a commit's status for good and prints the new reference."""
+    kind = kind_here(args)
+    commit = commit_of(args.revision)
+    status = "discard" if args.discard else "keep"
+    if not set_status(commit, kind, status, by="person"):
+        raise PrepareError(f"results.tsv has no result of {commit} on {kind}")
+    print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
+    if not args.discard and not in_history(good(kind.rows(), commit)):
+        print(f"{commit} is on another branch: merge it, or it will not count")
 
 
 def print_reference(args: argparse.Namespace) -> None:

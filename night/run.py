@@ -19,7 +19,7 @@ import harness
 import prepare
 from night.fence import fence, held_out
 from night.git import ROOT
-from night.records import end_record, new_record
+from night.records import new_record
 from night.rows import run_name
 
 LIMIT = prepare.TIME_BUDGET + 300  # seconds for a run, start-up and evaluation included
@@ -57,9 +57,8 @@ class ExpectedRow:
 
     def make_up(self, reason: str, found: dict | None = None) -> None:
         """Logs a crash, or what the referee has found, if the run has left no row, and a row that it handed over if the
-        log does not have it; writes the reason to its record if it has left no summary."""
+        log does not have it."""
         self.hand_over()
-        end_record(self.folder, reason)
         if row := harness.parse_row(os.pread(self.copy, 2**16, 0).decode(errors="replace")):
             harness.add_row(row)
             return

@@ -1,14 +1,70 @@
-"""The memory of a night: what has been tried, as short text for a person or an agent."""
+"""The memory of a night: what has been tried, and what it was worth, as short text for a person or an agent."""
 
 import argparse
+import math
+import statistics
 
 from harness import crashed, read_results
 from night import records
-from night.git import commit_of, in_history
-from night.ideas import SLOWER, Idea, expect, ideas
-from night.noise import Noise, with_error
-from night.rows import baseline, experiments, grouped, kept, place
+from night.git import commit_of, in_history, train_blobs
+from night.noise import NUDGED, Noise, shrink, with_error
+from night.rows import baseline, experiments, grouped, kept, place, scores
 from prepare import PrepareError
+
+SLOWER = 1.15  # mention training times that are longer by more than this factor
+
+
+class Idea:
+    """A commit and its rows of one kind. Scores and changes are in bits per byte; a negative change is a gain."""
+
+    def __init__(self, commit: str, rows: list[dict]):
+        self.commit, self.rows = commit, rows
+        self.subject, self.reason = rows[0]["description"], rows[-1]["reason"]  # reason: of a crash
+        self.scores = scores(rows)
+        self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
+        self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
+        self.is_noise = self.subject.startswith(NUDGED)  # it changes nothing that matters
+        self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per seed that both have
+        self.likely = math.nan  # what `change` is on average, as the best of many is partly luck
+        self.slowdown = 1.0  # times as long per token as usual
+
+    @property
+    def change(self) -> float | None:
+        return statistics.mean(self.changes) if self.changes else None
+
+    @property
+    def family(self) -> str:
+        if self.is_noise:
+            return "Noise: constants moved by too little to matter"
+        return "Crashed" if self.status == "crash" else "Ideas"
+
+
+def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
+    """The ideas behind rows of one kind, in the order of their first rows."""
+    found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
+    out = train_blobs([name for idea in found for name in (idea.commit, f"{idea.commit}^")])
+    pairs = zip(found, out[::2], out[1::2], strict=False)  # of the train.py in each commit and in its first parent
+    blobs = {idea.commit: (own, parent) for idea, own, parent in pairs if not own.endswith("missing")}
+    by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
+    for i, idea in enumerate(found):
+        own, parent = blobs.get(idea.commit, (idea.commit, None))
+        if own == parent:
+            continue
+        # If the train.py that it edited has no row: compare with the last one kept before
+        edited = by_train.get(parent) or [other for other in found[:i] if other.status == "keep"][-1:]
+        before = grouped([pair for other in edited for pair in other.scores.items()], lambda pair: pair[0])
+        usual = {seed: statistics.mean(bpb for _, bpb in pairs) for seed, pairs in before.items()}  # if it ran again
+        idea.changes = [bpb - usual[seed] for seed, bpb in idea.scores.items() if seed in usual]
+    paces = [records.paces(idea.rows) for idea in found]
+    usual = statistics.median([pace for some in paces for pace in some] or [1.0])
+    for idea, some in zip(found, paces, strict=True):
+        idea.slowdown = min(some, default=usual) / usual  # the fastest run's, as runs that share a GPU take longer
+    changed = [idea for idea in found if idea.changes]
+    if changed and noise.sd:
+        errors = [noise.band(len(idea.changes)) / 2 for idea in changed]
+        for idea, likely in zip(changed, shrink([idea.change for idea in changed], errors), strict=True):
+            idea.likely = float(likely)
+    return found
 
 
 def show(args: argparse.Namespace) -> None:
@@ -29,9 +85,8 @@ def last_place(args: argparse.Namespace) -> list[dict]:
 
 def about_night(rows: list[dict]) -> str:
     """Markdown about rows of one kind: the reference, ideas, crashes."""
-    found = ideas(rows)
-    noise = Noise.of(rows, found)
-    expect(found, noise)
+    noise = Noise.of(rows[0])
+    found = ideas(rows, noise)
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)
     gains = sum(idea.status == "keep" for idea in found)
@@ -51,23 +106,19 @@ def about_night(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def gain(idea: Idea, noise: Noise) -> str:
-    """`-0.0036*`, `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
-    mark = "*" * (idea.status == "keep")
-    if mark and idea.changes and abs(idea.likely - idea.change) > 5e-5:
-        mark += f" (likely {idea.likely:+.4f})"
-    if not idea.changes:
-        return f"{idea.score:.4f}{mark}"
-    near = "~" * (abs(idea.change) < noise.band(len(idea.changes)))
-    return with_error(idea.changes, "+.4f", ".4f") + near + mark
-
-
 def entry(idea: Idea, noise: Noise) -> str:
-    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`."""
+    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`. Changes also look like
+    `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
     if idea.status == "crash":
         return f"- {idea.commit} {idea.subject} [{idea.reason}]"
+    change, kept = f"{idea.score:.4f}", "*" * (idea.status == "keep")
+    if idea.changes:
+        near = "~" * (abs(idea.change) < noise.band(len(idea.changes)))
+        change = with_error(idea.changes, "+.4f", ".4f") + near
+        if kept and abs(idea.likely - idea.change) > 5e-5:
+            kept += f" (likely {idea.likely:+.4f})"
     slow = f"; takes {idea.slowdown:.2f} times as long per token as usual" * (idea.slowdown > SLOWER)
-    return f"- {gain(idea, noise)} {idea.commit} {idea.subject}{slow}"
+    return f"- {change}{kept} {idea.commit} {idea.subject}{slow}"
 
 
 def about_commit(commit: str) -> str:

@@ -62,13 +62,13 @@ def propose(args: argparse.Namespace) -> None:
 
 
 def trials(args: argparse.Namespace) -> Iterator[tuple[str, float | None]]:
-    """Commit and val_bpb of what was kept and of this sampler's proposals: 0.0 of a crash, None while it trains."""
+    """Commit and val_bpb of what was kept and of this sampler's proposals; None while one trains."""
     ours, rows = f"tune {args.sampler}: ", []
     with suppress(PrepareError):  # no row yet
         rows = one_seed(last_place(args))
     for row in rows:
-        if row["status"] == "keep" or ours in row["description"]:
-            yield row["commit"], 0.0 if crashed(row) else row["val_bpb"]
+        if not crashed(row) and (row["status"] == "keep" or ours in row["description"]):
+            yield row["commit"], row["val_bpb"]
     ended = {row["commit"] for row in harness.read_results()}
     for commit, (_, _, subject) in accepted(branch()).items():
         if commit not in ended and ours in subject:
@@ -82,8 +82,8 @@ def trial_of(values: dict[str, float], knobs: list[Knob], score: float | None):
 
     ranges = {knob.name: sorted([knob.low, values[knob.name], knob.high]) for knob in knobs}
     scales = {knob.name: FloatDistribution(ranges[knob.name][0], ranges[knob.name][-1], log=knob.log) for knob in knobs}
-    state = TrialState.RUNNING if score is None else TrialState.COMPLETE if score else TrialState.FAIL
-    return create_trial(state=state, value=score or None, params=values, distributions=scales)
+    state = TrialState.RUNNING if score is None else TrialState.COMPLETE
+    return create_trial(state=state, value=score, params=values, distributions=scales)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
 import argparse
-import functools
 import math
 import os
 import sys
@@ -16,10 +15,9 @@ from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
 from night.pool import Ended, Local, Run, gpu_names, label, one_model
-from night.records import end_record, new_record
-from night.rows import Kind, good, grouped, kept_before, pairs, place, reference, run_name, scores
+from night.records import new_record
+from night.rows import Kind, good, grouped, judge, kept_before, kind_here, pairs, place, reference, run_name, scores
 from night.run import train_options
-from night.statuses import judge
 from prepare import PrepareError
 
 PAUSE = 10  # seconds until a full disk is tried again
@@ -29,14 +27,10 @@ def wave(args: argparse.Namespace) -> None:
     """Trains every revision and the reference with every seed that has no row yet; prints a table."""
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
-    (base,) = revisions([reference(trainer.kind)])
+    base = reference(trainer.kind)
     print_doubts([commit for commit, _ in ideas])
-    runs = [run_of(*revision, seed) for revision in [base, *ideas] for seed in args.seeds]
-    print(f"\n{table(trainer.train(runs, base), base[0])}")
-
-
-def run_of(commit: str, subject: str, seed: int = harness.SEED) -> Run:
-    return Run(commit, harness.clean(subject), seed)
+    runs = [Run(*revision, seed) for revision in [*revisions([base]), *ideas] for seed in args.seeds]
+    print(f"\n{table(trainer.train(runs, base), base)}")
 
 
 def table(rows: list[dict], base: str) -> str:
@@ -67,16 +61,15 @@ def start_pool(args: argparse.Namespace) -> tuple:
         raise PrepareError("another wave, tune, loop or report of this clone is running: wait for it, or end it first")
     if "AUTORESEARCH_CACHE" in os.environ:
         os.environ["AUTORESEARCH_CACHE"] = str(prepare.cache_dir().resolve())  # runs have other working folders
-    kind = Kind("", args.budget, prepare.dataset_id(), args.gpu or "")
     if args.address:
         from night.ray_pool import RayPool
 
-        pool = RayPool(args, kind.dataset)
-        return pool, kind._replace(gpu=pool.model)
+        pool = RayPool(args, prepare.dataset_id())
+        return pool, kind_here(args, pool.model)
     names = gpu_names(args.gpu)
     places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
     places = [gpu.strip() for gpu, _ in zip(places.split(","), names, strict=False)]
-    return Local(places, args.per_gpu, args.limit, args.locked), kind._replace(gpu=one_model(names or ["cpu"]))
+    return Local(places, args.per_gpu, args.limit, args.locked), kind_here(args, one_model(names or ["cpu"]))
 
 
 def is_logged(row: dict) -> bool:
@@ -90,33 +83,28 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.todo = []  # runs that wait for a slot, each with its `base`: commit and subject of the revision to beat
+        self.todo = []  # runs that wait for a slot, each with its `base`: the commit to beat
         self.pending = {}  # run: base
         self.records = {}  # run: folder of its record
         self.stopped = []  # not empty after a signal
-        self.archive = functools.lru_cache(8)(archive)
 
-    def begin(self) -> None:
-        """From now on `ended` handles signals."""
-        harness.handle_signals(lambda *_: self.stopped.append(True))
-
-    def train(self, runs: list[Run], base=("", "")) -> list[dict]:
+    def train(self, runs: list[Run], base: str = "") -> list[dict]:
         """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
 
-        A signal ends all runs and this process."""
+        From now on, a signal ends all runs and this process: see `ended`."""
         rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
         done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
         self.todo = [(run, base) for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
-        self.begin()
+        harness.handle_signals(lambda *_: self.stopped.append(True))
         while self.todo or self.pending:
             self.fill()
             for run, row in self.ended():
-                if place(row) != self.kind.place():
+                if place(row) != self.kind[:3]:
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
-        judge({run.name for run in runs}, base[0], self.kind)
+        judge({run.name for run in runs}, base, self.kind)
         last = {run_name(row): row for row in self.kind.rows()}
         return [last[run.name] for run in runs if run.name in last]
 
@@ -126,8 +114,8 @@ class Trainer:
             self.start(*self.todo[0])
             self.todo.pop(0)
 
-    def start(self, run: Run, base: tuple[str, str]) -> None:
-        args, packed = self.args, self.archive(run.commit)  # first of all: git may fail for a while
+    def start(self, run: Run, base: str) -> None:
+        args, packed = self.args, archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
@@ -148,46 +136,38 @@ class Trainer:
             yield result.run, self.log(result, self.pending.pop(result.run))
         if self.stopped:
             print("interrupted: the same command continues")
-            for folder in self.records.values():
-                end_record(folder, "interrupted")
             self.pool.close()
             sys.exit(130)
 
-    def log(self, result: Ended, base: tuple[str, str]) -> dict:
+    def log(self, result: Ended, base: str) -> dict:
         """Logs a run's row, and keeps its record."""
         if folder := self.records.pop(result.run, None):
             for name, content in result.record.items():
                 with suppress(OSError):
                     (folder / name).write_bytes(content)
-            end_record(folder, result.reason)
-        while True:
-            row, text = log_row(result.run, self.kind, base, result.rows, result.tail, result.reason)
-            if self.stopped or is_logged(row):
-                break
+        while not is_logged(row := log_row(result, self.kind, base)) and not self.stopped:
             time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
-        print(text)
+        text = f"{row['status']:8} {row['val_bpb']:.6f}  {result.run}  {row['reason']}"
+        print(text, *(result.tail if row["reason"] else []), sep="\n    ")
         return row
 
 
-def log_row(run: Run, kind: Kind, base: tuple, rows: str, tail: list[str], reason: str = "no row") -> tuple[dict, str]:
-    """Logs the last row that a run left in its checkout, else a crash with that reason; returns it, and text to print.
+def log_row(result: Ended, kind: Kind, base: str) -> dict:
+    """Logs the last row that a run left in its checkout, else a crash; returns it.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
-    gpu, _, dataset = kind.place()
-    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, gpu=gpu, dataset=dataset, reason=reason)
+    run, row = result.run, dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=result.reason)
+    row |= dict(gpu=kind.gpu, dataset=kind.dataset)
     with suppress(ValueError):
-        *_, row = [row, *harness.parse_log(rows)[0]]
+        *_, row = [row, *harness.parse_log(result.rows)[0]]
     if kind.report:
         to_beat = None
-    elif run.commit == base[0]:
+    elif run.commit == base:
         to_beat = math.inf
-    elif run.commit in kept_before(kind.rows(), base[0]):
+    elif row["gpu"] != kind.gpu or run.commit in kept_before(kind.rows(), base):
         to_beat = 0.0
     else:
-        rivals = [other for other in good(kind.rows(), base[0]) if other["gpu"] == row["gpu"]]
-        to_beat = scores(rivals).get(run.seed, 0.0)
+        to_beat = scores(good(kind.rows(), base)).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
     own |= run._asdict() | {"budget": kind.budget}
-    own["status"] = harness.log_result(**own, to_beat=to_beat, report=kind.report)
-    line = f"{own['status']:8} {own['val_bpb']:.6f}  {run}  {own['reason']}"
-    return own, "\n    ".join([line, *tail] if own["reason"] else [line])
+    return own | {"status": harness.log_result(**own, to_beat=to_beat, report=kind.report)}

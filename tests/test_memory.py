@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import signal
@@ -19,8 +18,8 @@ from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
-from night import ideas, records, show
 from night import noise as noises
+from night import records, show
 from night.records import record_name
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
@@ -102,7 +101,7 @@ def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(c
     for name, val_bpb in dict(base=1.3, idea=1.27, again=1.2).items():
         commit = clone.run(f"git rev-parse --short=7 {name}").strip()
         harness.log_result(val_bpb=val_bpb, memory_gb=1.0, commit=commit, description=name, gpu="T4", dataset="d")
-    found = {idea.subject: idea.change for idea in ideas.ideas(harness.read_results())}
+    found = {idea.subject: idea.change for idea in show.ideas(harness.read_results(), noises.Noise(0.0, ""))}
     assert found == {"base": None, "idea": pytest.approx(0.02), "again": None}
 
 
@@ -116,7 +115,7 @@ def test_an_idea_that_takes_longer_for_its_tokens_than_is_usual_says_so(clone, m
         folder = records.new_record(f"{i:07x}", seed, "T4", "62.4 M tokens")
         (folder / "summary.json").write_text(json.dumps({"training_seconds": seconds} if seconds else {}))
     harness.RESULTS.write_text("\n".join(lines) + "\n")
-    found = ideas.ideas(harness.read_results())
+    found = show.ideas(harness.read_results(), noises.Noise(0.0, ""))
     told = [show.entry(idea, noises.Noise(0.0, "")).partition("; ")[2] for idea in found]
     assert told == ["", "", "", "", "takes 1.94 times as long per token as usual", ""]
 
@@ -210,22 +209,29 @@ def test_what_was_tried_is_told_with_the_change_to_the_file_that_was_edited(clon
     assert noise.band(4) == pytest.approx(noise.band() / 2), "the mean of four"
 
 
-def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch):
-    """Each change is a difference from the one run of the file that they edit. Not counted: means of several seeds."""
+def test_versions_that_change_nothing_that_matters_tell_the_noise(monkeypatch, tmp_path):
+    """They count as their base run again with its seed, beside what ran with several seeds."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
+    row = dict(memory_gb=1.0, gpu="cpu", dataset="d")
 
-    def idea(*changes: float, edited: int, is_noise=True) -> SimpleNamespace:
-        return SimpleNamespace(changes=changes, change=changes[0], is_noise=is_noise, edited=edited)
+    def noise(*runs: tuple) -> noises.Noise:
+        """Of a log of these runs: base, whether it is a version of it, val_bpb and seed."""
+        lines = []
+        for i, (base, version, bpb, seed) in enumerate(runs):
+            commit, text = (f"v{i}", f"noise: like {base}, constants x 1.1") if version else (base, "idea")
+            line = harness.columns.EMPTY | row | dict(commit=commit, val_bpb=bpb, status="keep", seed=seed)
+            lines.append(harness.columns.format_row(line | dict(description=text)))
+        harness.RESULTS.write_text("\n".join([harness.HEADER, *lines, ""]))
+        return noises.Noise.of(harness.read_results()[0])
 
-    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed=False: (0.0, 0) if same_seed else (0.01, 2))
-    luck = np.random.default_rng(1).normal(0, 0.001, (300, 4))
-    found = [idea(bpb - one, edited=i) for i, (one, *others) in enumerate(luck) for bpb in others]
-    odd = [idea(5.0, 5.0, edited=0), idea(5.0, edited=0, is_noise=False)]
     versions = "between versions with one seed"
-    assert noises.Noise.of([{}], found + odd) == (pytest.approx(0.001, rel=0.06), versions)
-    assert noises.Noise.of([{}], found[:3]) == (pytest.approx(np.std(luck[0], ddof=1)), versions)
-    assert noises.Noise.of([{}], found[:2]) == (0.01, "of a seed"), "fewer than three degrees of freedom"
-    monkeypatch.setattr(noises, "seed_noise", lambda row, same_seed: (0.004, 900))
-    assert noises.Noise.of([{}], found).sd == pytest.approx(math.sqrt((0.004**2 + 0.001**2) / 2), 0.01)
+    luck = np.random.default_rng(1).normal(1.2, 0.001, (300, 4)).round(6).tolist()
+    runs = [(f"b{i:06}", bool(n), bpb, 42) for i, some in enumerate(luck) for n, bpb in enumerate(some)]
+    assert noise(*runs, ("one", False, 5.0, 42)) == (pytest.approx(0.001, rel=0.06), versions)
+    one = pytest.approx(np.std(luck[0], ddof=1))
+    assert noise(*runs[:4]) == (one, versions)
+    assert noise(*runs[:3]) == (0.0, "of a seed"), "fewer than three degrees of freedom"
+    assert noise(*runs[:3], ("b000000", False, 1.3, 1)) == (pytest.approx((1.3 - luck[0][0]) / 2**0.5), "of a seed")
 
 
 def test_show_is_about_runs_of_one_budget_and_names_a_reference_that_crashed(monkeypatch, tmp_path):
@@ -258,7 +264,7 @@ def test_an_agent_reads_a_night_of_133_experiments_in_one_look(monkeypatch):
 
 def test_a_log_of_many_rows_is_told_in_time_that_grows_with_their_number_only(monkeypatch):
     looks = []
-    monkeypatch.setattr(ideas, "crashed", lambda row: looks.append(1))
+    monkeypatch.setattr(show, "crashed", lambda row: bool(looks.append(1)))
     row = harness.read_results(LOG)[0]
     show.about_night([row | dict(commit=f"{i:07x}", description=f"idea {i}") for i in range(500)])
     assert 0 < len(looks) < 10 * 500

@@ -22,7 +22,7 @@ from small_corpus import ROOT, WORDS, copy_files, told
 import harness
 import prepare
 from night import git as git_of_night
-from night import rows, statuses
+from night import rows as night_rows
 from night.__main__ import main, parse
 from night.gains import Gains
 from night.git import commit_train
@@ -387,7 +387,7 @@ def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
 def history(monkeypatch, tmp_path):
     """A branch with the commits a, b, c and d, and a log: of each row the commit, val_bpb, gpu and dataset."""
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr(rows, "gpu_names", lambda imitates: ["A"])
+    monkeypatch.setattr(night_rows, "gpu_names", lambda imitates: ["A"])
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     commits = "".join(f"{letter * 40}\n" for letter in "dcba")
 
@@ -426,7 +426,7 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     history(*log)
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == 7 * of_60_s
-    assert reference(Kind("A", "60 s", "d", "T4")) == 7 * commit, "of five minutes as this GPU"
+    assert reference(Kind("A as T4", "60 s", "d")) == 7 * commit, "of five minutes as this GPU"
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == "ccccccc"
@@ -487,7 +487,7 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
     capsys.readouterr()
 
     def changed(commit: str, discard: bool) -> dict[int, bytes]:
-        statuses.keep(argparse.Namespace(revision=commit, budget="300 s", gpu=None, discard=discard))
+        night_rows.keep(argparse.Namespace(revision=commit, budget="300 s", gpu=None, discard=discard))
         after = path.read_bytes().split(b"\n")
         return {i: b.split(b"\t")[3] for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
 
@@ -507,30 +507,30 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
 def test_nothing_overrules_a_persons_word(history):
     history("a|1.3|keep|A|d", "b|1.2|discard|A|d", "c|1.25|keep|A|d", "a|1.3|discard|A|d")
     kind = Kind("A", "300 s", "d")
-    assert statuses.set_status(7 * "b", kind, "discard", by="person")
-    assert statuses.set_status(7 * "c", kind, "keep", by="person")
+    assert night_rows.set_status(7 * "b", kind, "discard", by="person")
+    assert night_rows.set_status(7 * "c", kind, "keep", by="person")
     before = harness.read_results()
     assert [(row["status"], row["by"]) for row in before[1:3]] == [("discard", "person"), ("keep", "person")]
-    statuses.set_status(7 * "b", kind, "keep"), statuses.set_status(7 * "c", kind, "discard")
-    statuses.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
+    night_rows.set_status(7 * "b", kind, "keep"), night_rows.set_status(7 * "c", kind, "discard")
+    night_rows.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
     with harness.edit_log() as rows:
-        statuses.change_status(rows, "discard")
+        night_rows.change_status(rows, "discard")
     assert harness.read_results()[1:3] == before[1:3]
-    assert statuses.set_status(7 * "c", kind, "discard", by="person"), "but a person's next one"
+    assert night_rows.set_status(7 * "c", kind, "discard", by="person"), "but a person's next one"
     assert [(row["status"], row["by"]) for row in harness.read_results()[1:3]] == [("discard", "person")] * 2
 
 
 def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
     history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
     kind = Kind("A", "300 s", "d")
-    assert statuses.set_status(7 * "b", kind, "discard", by="person")
-    assert statuses.set_status(7 * "c", kind, "keep", by="person")
+    assert night_rows.set_status(7 * "b", kind, "discard", by="person")
+    assert night_rows.set_status(7 * "c", kind, "keep", by="person")
     history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
     said = [f"{row['status']} by {row['by']}" for row in harness.read_results()[3:]]
     assert said == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
-    statuses.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
+    night_rows.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
     assert reference(kind) == 7 * "c"
-    assert statuses.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
+    assert night_rows.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
     history("b|1.05|keep|A|d")
     history("d|1.4|discard|A|d", "d|1.1|keep|A|d")
     assert [row["status"] for row in harness.read_results()[-3:]] == ["keep", "discard", "keep"], "a run's is no word"
@@ -541,7 +541,7 @@ def test_an_earlier_commit_that_runs_again_with_another_seed_does_not_become_the
     kind = Kind("A", "300 s", "d")
     row = dict(val_bpb=1.1, memory_gb=1.0, commit=7 * "a", description="x", gpu="A", dataset="d", seed=1)
     assert harness.log_result(**row) == "keep" and reference(kind) == 7 * "b"
-    assert statuses.set_status(7 * "a", kind, "keep", by="person") and reference(kind) == 7 * "a"
+    assert night_rows.set_status(7 * "a", kind, "keep", by="person") and reference(kind) == 7 * "a"
 
 
 @pytest.mark.parametrize(

@@ -66,17 +66,17 @@ def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(l
     for name in checkout.PASSIVE:
         monkeypatch.delenv(name, raising=False)
 
-    def told(*args) -> list[str | None]:
-        env = Local(*args, 60).environment()
+    def told(cores: int) -> list[str | None]:
+        env = checkout.environment(cores)
         names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "TORCHINDUCTOR_COMPILE_THREADS")
         return [env.get(name) for name in names]
 
-    assert told(["3", "GPU-7"], 2) == ["2", "passive", "0", "2"]
-    assert told([], 1) == [None, None, None, "8"]
+    assert told(2) == ["2", "passive", "0", "2"] and told(0)[0] == "1"
+    assert told(8) == [None, None, None, "8"]
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert told(["3", "GPU-7"], 1) == ["4", "active", "0", "4"]
+    assert told(4) == ["4", "active", "0", "4"]
     monkeypatch.setattr(pool.os, "sched_getaffinity", lambda _: range(256))
-    assert told([], 1)[-1] == "32"
+    assert told(256)[-1] == "32"
 
 
 def test_of_a_run_that_ends_its_rows_last_lines_and_its_own_record_are_left(local):

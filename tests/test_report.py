@@ -16,8 +16,7 @@ import harness
 import prepare
 from night import report as reports
 from night.__main__ import parse
-from night.intervals import interval, miss_of_look, shrink
-from night.noise import seed_noise
+from night.noise import interval, miss_of_look, seed_noise, shrink
 from night.report import gains, remember_look
 from night.rows import experiments, reference, scores
 
@@ -303,7 +302,7 @@ def test_many_seeds_and_crashes_among_them():
 def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said, monkeypatch):
     val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
     seconds = {FIRST["commit"]: before, LAST["commit"]: after}
-    monkeypatch.setattr("night.report.run_seconds", lambda rows: seconds[rows[0]["commit"]])
+    monkeypatch.setattr("night.report.paces", lambda rows: seconds[rows[0]["commit"]])
     text = told(val, val)
     assert text.count("It takes 1.20 times as long") == text.count("times as long") == said
 

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from night.attribute import PAIRS, Change, prune, try_changes
-from night.intervals import SHARE, interval, miss_of_look, shrink
+from night.noise import SHARE, interval, miss_of_look, shrink
 
 SEED_SD = 0.001  # over seeds of one version
 
