@@ -49,7 +49,8 @@ class RayPool:
         self.ray, self.limit, self.files, self.tasks = ray, args.limit, ray.put(our_files(args.locked)), {}
         device = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
         nodes = [node for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
-        self.model = one_model(models(nodes, dataset, args.gpu, self.files))
+        nodes, names = zip(*probe(nodes, dataset, args.gpu, self.files), strict=True)
+        self.model = one_model(names)
         gpus = [node["Resources"].get("GPU", 1) for node in nodes]
         cores = min(node["Resources"].get("CPU", 1) / n for node, n in zip(nodes, gpus, strict=True))
         self.slots = int(sum(gpus)) * args.per_gpu
@@ -82,8 +83,8 @@ def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
         return "", [], type(getattr(error, "cause", error)).__name__, {}
 
 
-def models(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[str]:
-    """The GPU models of the nodes. PrepareError if any does not have the dataset."""
+def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[tuple[dict, str]]:
+    """The nodes with their GPU models, without those that have just died. PrepareError if one has not the dataset."""
     import ray
 
     task, head = ray.remote(num_cpus=0, max_retries=0)(run_in_checkout), archive("HEAD")
@@ -92,9 +93,11 @@ def models(nodes: list[dict], dataset: str, imitates: str | None, files) -> list
     for node, answer in zip(nodes, asked, strict=True):
         _, tail, reason, _ = result(answer)
         has, _, model = (tail[-1] if tail else reason).partition("\t")
-        if has != dataset:
+        if has not in (dataset, "TaskUnschedulableError"):
             raise PrepareError(f"{node['NodeManagerHostname']} does not have {dataset}: {has}")
-        found.append(model)
+        found += [(node, model)] if has == dataset else []
+    if not found:
+        raise PrepareError("no node of the cluster can train")
     return found
 
 

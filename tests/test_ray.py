@@ -99,12 +99,14 @@ def test_all_nodes_must_have_the_dataset_and_gpus_of_one_model(monkeypatch):
 
     task = SimpleNamespace(options=lambda **_: task, remote=lambda *_: None)
     monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
-    answers = iter(["d\tT4", "d\tH100", "x\tT4"])
-    monkeypatch.setattr(ray_pool, "result", lambda task: ("", [next(answers)], "no row", {}))
-    nodes = [dict(NodeID=i, NodeManagerHostname=f"h{i}") for i in range(2)]
-    assert ray_pool.models(nodes, "d", None, {}) == ["T4", "H100"]
+    answers = iter([(["d\tT4"], ""), ([], "TaskUnschedulableError"), (["d\tH100"], ""), (["x\tT4"], "")])
+    monkeypatch.setattr(ray_pool, "result", lambda task: ("", *next(answers), {}))
+    nodes = [dict(NodeID=i, NodeManagerHostname=f"h{i}") for i in range(3)]
+    assert ray_pool.probe(nodes, "d", None, {}) == [(nodes[0], "T4"), (nodes[2], "H100")], "one has just died"
     with pytest.raises(prepare.PrepareError, match="h0 does not have d: x"):
-        ray_pool.models(nodes[:1], "d", None, {})
+        ray_pool.probe(nodes[:1], "d", None, {})
+    with pytest.raises(prepare.PrepareError, match="no node of the cluster can train"):
+        ray_pool.probe([], "d", None, {})
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{port}", "localhost", "auto"])
