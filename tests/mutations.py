@@ -1021,7 +1021,7 @@ SECTIONS = [
     ("Proposals", "night/loop.py", ["test_loop.py", "-k", "stopped"], [
         ("if text != proposals.ENDED)", "if text)"),
     ]),
-    ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or environment"], [
+    ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or told_git"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
         ('for line in [*plain(self.work / "IDEA").splitlines(), *new]', "for line in new"),
         (r'.replace(b"\r\n", b"\n")', ""),

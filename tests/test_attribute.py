@@ -139,7 +139,7 @@ def test_a_line_of_changes_leads_from_the_first_kept_commit_to_the_reference(she
     commit = "git commit -q --allow-empty -m x; git rev-parse --short=7 HEAD; "
     a, b, c, d = shell(4 * commit).split()
     side, merge = shell(
-        f"git checkout -q -b side {b}; {commit} git checkout -q night; git merge -q side; git rev-parse --short=7 HEAD"
+        f"git checkout -q -b side {b}; {commit.replace('-m x', '-m y')} git checkout -q night; git merge -q side; git rev-parse --short=7 HEAD"
     ).split()
 
     def line(*commits: str) -> list[str]:

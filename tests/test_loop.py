@@ -426,6 +426,7 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
         assert "results.tsv" not in text.split("```")[0] and "reset" not in text
     assert "Reference: " in memory and "## Ideas\n" in memory
     assert "- refused: it changes prepare.py" in memory and "exit status" not in memory
+    assert "failed: exit status 1: Error: 401 Unauthorized" in proposals.verdicts().values()
 
 
 @pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
@@ -505,11 +506,11 @@ class Waiting:
         harness.log_result(val_bpb=val_bpb, commit=commit, description=subject, to_beat=to_beat, **where)
         return harness.read_results()[-1]
 
-    def gain(self, n: int, old: str, new: str, val_bpb: float, base: str = "") -> str:
+    def gain(self, n: int, old: str, new: str, val_bpb: float, base: str = "", again: str = "") -> str:
         """Proposal n, which replaces some text."""
         text = loops.read_train(base or self.base).replace(old.encode(), new.encode())
-        commit = loops.commit_train(base or self.base, text, f"idea {n}", f"night-loop/{n}")
-        self.gains.settle(n, base or self.base, self.log(commit, f"idea {n}", val_bpb))
+        commit = loops.commit_train(base or self.base, text, f"idea {n}{again}", f"night-loop/{n}")
+        self.gains.settle(n, base or self.base, self.log(commit, f"idea {n}{again}", val_bpb))
         return commit
 
     def propose(self, n: int, base: str, text: bytes, subject: str) -> bool:
@@ -540,7 +541,7 @@ def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_other
     assert waiting.verdict(1) == "keep"
     assert [subject for _, subject, *_ in waiting.merged] == [f"idea 2, again on {first}"]
     assert waiting.verdict(2) == f"keep, and again on {first} as proposal 3"
-    waiting.gain(4, "return 1", "return 0.9", 1.3)
+    waiting.gain(4, "return 1", "return 0.9", 1.3, again=", again on 1234567")
     waiting.gains.advance(pending=True, over=False)
     assert len(waiting.merged) == 1, "the others wait"
     waiting.ends(1.29)

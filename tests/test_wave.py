@@ -229,6 +229,7 @@ def test_an_earlier_reference_in_a_wave_is_compared_and_stays_behind(played):
     for seeds in ("42,2", "42,1"):
         played.wave("base", f"--seeds={seeds}")
         assert rows.reference(played.kind) == played.shell("git rev-parse --short=7 idea")
+        assert ("base", "keep") in played.statuses()
 
 
 def test_what_was_kept_on_another_branch_before_the_reference_is_still_an_idea(played):
