@@ -138,9 +138,8 @@ def test_changes_that_replace_each_other_do_not_blur_the_effects_of_others(count
 def test_a_line_of_changes_leads_from_the_first_kept_commit_to_the_reference(shell):
     commit = "git commit -q --allow-empty -m x; git rev-parse --short=7 HEAD; "
     a, b, c, d = shell(4 * commit).split()
-    side, merge = shell(
-        f"git checkout -q -b side {b}; {commit.replace('-m x', '-m y')} git checkout -q night; git merge -q side; git rev-parse --short=7 HEAD"
-    ).split()
+    aside = f"git checkout -q -b side {b}; {commit.replace('-m x', '-m y')} git checkout -q night"
+    side, merge = shell(f"{aside}; git merge -q side; git rev-parse --short=7 HEAD").split()
 
     def line(*commits: str) -> list[str]:
         return [row["commit"] for row in lineage([dict(commit=name, by="run", status="keep") for name in commits])]
