@@ -96,7 +96,7 @@ class Agent(NamedTuple):
             return ""
         said = f"exit status {code}" if code else "train.py is unchanged"
         lines = [harness.clean(line) for line in prepare.read(folder(self.n) / "agent.log").splitlines()]
-        return ": ".join([said, *list(filter(None, lines))[-1:]])[:200]
+        return ": ".join([said, *lines[-1:]])[:200]
 
 
 def check_command(command: str) -> None:

@@ -1027,7 +1027,7 @@ SECTIONS = [
         (r'.replace(b"\r\n", b"\n")', ""),
         ("if code == TOO_LATE:", "if False:"),
         ("if not 0 <= code <= 128:", "if code < 0:"),
-        ("filter(None, lines)", "lines"),
+        ("*lines[-1:]", "*lines[:1]"),
         ("ours = harness.clean_environment()", "ours = dict(os.environ)"),
         (' | {"CUDA_VISIBLE_DEVICES": ""}', ""),
         (""".replace("```", "'''")""", ""),

@@ -116,7 +116,7 @@ elif word == "same":
 elif word == "comment":
     train.write_text("'A docstring.'\n" + text.replace("#", "# a remark"))
 elif word == "fail":
-    print("Warning: True color is not detected\nError: 401 Unauthorized\n \t")
+    print("Warning: True color is not detected\nError: 401 Unauthorized\n")
     sys.exit(1)
 elif word == "pretends":
     print("Thinking ...\nError: 429 RESOURCE_EXHAUSTED")
