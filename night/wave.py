@@ -30,7 +30,9 @@ def wave(args: argparse.Namespace) -> None:
     base = reference(trainer.kind)
     print_doubts([commit for commit, _ in ideas])
     runs = [Run(*revision, seed) for revision in [*revisions([base]), *ideas] for seed in args.seeds]
-    print(f"\n{table(trainer.train(runs, base), base)}")
+    trainer.train(runs, base)
+    judge({run.name for run in runs}, base, trainer.kind)
+    print(f"\n{table(trainer.last_rows(runs), base)}")
 
 
 def table(rows: list[dict], base: str) -> str:
@@ -104,9 +106,11 @@ class Trainer:
                 if place(row) != self.kind[:3]:
                     problem = f"{run} was scored on {', '.join(place(row))}, and not on {self.kind}"
                     raise PrepareError(f"{problem}: is prepare.py committed, are a node's GPUs of one model?")
-        judge({run.name for run in runs}, base, self.kind)
+        return self.last_rows(runs)
+
+    def last_rows(self, runs: list[Run]) -> list[dict]:
         last = {run_name(row): row for row in self.kind.rows()}
-        return [last[run.name] for run in runs if run.name in last]
+        return [last[run.name] for run in dict.fromkeys(runs) if run.name in last]
 
     def fill(self) -> None:
         """Starts what waits while slots are free."""

@@ -915,7 +915,7 @@ SECTIONS = [
         ("scores(good(kind.rows(), base)).get(run.seed, 0.0)", "scores(good(kind.rows(), base)).get(run.seed, 9.0)"),
         ("scores(good(kind.rows(), base)).get(run.seed, 0.0)", "min([9.0, *scores(good(kind.rows(), base)).values()])"),
         ("    elif run.commit == base:\n", "    elif False:\n"),
-        ("        judge({run.name", "        print({run.name"),
+        ("    judge({run.name", "    print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [

@@ -346,7 +346,8 @@ def record(
         else:
             capability = capability or own
             gpu = harness.GPU(capability, 0.0, 0, "fa3" if fa3 and capability == (9, 0) else "")
-            model = train.build_model(config, Meta("meta"), gpu)
+            bf16 = dataclasses.replace(config, fp8=False)  # products in FP8 count as such in bf16
+            model = train.build_model(bf16, Meta("meta"), gpu)
         optimizer = train.make_optimizer(model)
         optimizer.device, optimizer.dtype = Meta("meta"), torch.float16 if port else model.dtype
         scaler = torch.amp.GradScaler("meta", enabled=optimizer.dtype == torch.float16)
