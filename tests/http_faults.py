@@ -62,8 +62,6 @@ def respond(handler, body: bytes, *, ranges=True, send=None, stall=0.0) -> None:
     handler.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
     if asked:
         handler.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-    # what a hostile server would like the file to be called
-    handler.send_header("Content-Disposition", 'attachment; filename="../../../escaped.parquet"')
     part = body[start:]
     handler.send_header("Content-Length", str(len(part)))
     handler.end_headers()
@@ -105,7 +103,3 @@ def stall(handler, body: bytes) -> None:
 
 def corrupt(handler, body: bytes) -> None:
     respond(handler, body[:-8] + b"no  PAR1", ranges=False)
-
-
-def error_page(handler, body: bytes) -> None:
-    respond(handler, b"<html>all is well</html>", ranges=False)

@@ -425,24 +425,6 @@ def test_without_targets_a_mean_is_nan_a_sum_is_zero_and_so_are_gradients(functi
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("function", BOTH)
-def test_an_ignored_row_has_no_loss_and_no_gradient(function, dtype, reduction, device):
-    x, weight, targets = example(60, 16, 30, dtype, device, ignore_index=7)
-    kept = targets != 7
-    options = {"reduction": reduction, "ignore_index": 7}
-    loss, dx, dw = gradients(function, x, weight, targets, **options)
-    assert kept.any() and not kept.all()
-    assert not dx[~kept].any() and dx[kept].any(1)[1:].all()  # 'none' weighs the first row with 0
-    if reduction == "none":
-        assert not loss[~kept].any() and loss[kept].all()
-    else:
-        alone = gradients(function, x[kept], weight, targets[kept], **options)
-        for result, expected in zip((loss, dx[kept], dw), alone, strict=True):
-            assert error(result, expected.double()) <= 2 * UNIT[dtype] + ORDER
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("function", ALL)
 def test_backward_can_run_twice_and_accumulates_and_activations_can_be_checkpointed(function, reduction, device):
     x, weight, targets = example(90, 16, 30, torch.float32, device)

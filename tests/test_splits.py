@@ -88,6 +88,10 @@ def test_a_folder_with_a_test_file_tests_on_it_and_validates_on_the_last_file(tm
         write_parquet(tmp_path / "data" / f"{names[i]}.parquet", numbered(40 * i, 40 * i + 40))
     splits = splits_of(prepare.prepare(str(tmp_path / "data")))
     assert splits == {"train": numbered(0, 120), "test": numbered(120, 160), "val": numbered(160, 200)}
+    for name in names[:3]:
+        (tmp_path / "data" / f"{name}.parquet").unlink()
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    assert splits["val"] == own_splits(numbered(120, 200))["val"], "without any other file: a folder like others"
 
 
 def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_the_last_one(tmp_path):
@@ -252,12 +256,6 @@ def test_a_cache_inside_of_the_folder_is_not_part_of_the_text(tmp_path, monkeypa
     assert prepare.prepare(str(tmp_path / "data" / "cache" / "of_mine"))
 
 
-def test_climbmixs_last_two_files_without_any_other_are_a_folder_like_others(tmp_path):
-    for i, name in enumerate((prepare.TEST_FILE, prepare.VAL_FILE)):
-        write_parquet(tmp_path / "data" / name, numbered(100 * i, 100 * i + 100))
-    assert splits_of(prepare.prepare(str(tmp_path / "data")))["val"] == own_splits(numbered(0, 200))["val"]
-
-
 @pytest.mark.slow
 def test_more_shards_than_open_files_are_allowed_work_and_the_limit_stays(tmp_path, monkeypatch):
     """Two passes over all shards, each of which counts as an open file while it is mapped."""
@@ -359,14 +357,10 @@ def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_e
     assert prepare.dataset_id(prepare.prepare(str(tmp_path / "data"))) not in {before, *seen}
 
 
-def test_datasets_in_climbmixs_layout_keep_the_id_that_earlier_versions_gave_them(prepared):
-    """So they hold the same tokens: every figure so far was measured on such a one."""
-    (folder,) = prepared.glob("corpus@*")
-    assert prepare.dataset_id(folder) == "corpus-0d993577"
-
-
 def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_scored(prepared, monkeypatch):
-    """Also of data that were prepared before the edit; the split of this corpus has fewer targets than 2^22."""
+    """Also of data that were prepared before the edit; the split of this corpus has fewer targets than 2^22.
+
+    The id is that of earlier versions: it holds the same tokens, and every figure so far was measured on such a one."""
     (folder,) = prepared.glob("corpus@*")
     total = len(tokens_of(folder, "val")) - 1
     ids = {}
