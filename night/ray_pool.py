@@ -93,9 +93,10 @@ def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[
     for node, answer in zip(nodes, asked, strict=True):
         _, tail, reason, _ = result(answer)
         has, _, model = (tail[-1] if tail else reason).partition("\t")
-        if has not in (dataset, "TaskUnschedulableError"):
+        if has == dataset:
+            found.append((node, model))
+        elif has != "TaskUnschedulableError":
             raise PrepareError(f"{node['NodeManagerHostname']} does not have {dataset}: {has}")
-        found += [(node, model)] if has == dataset else []
     if not found:
         raise PrepareError("no node of the cluster can train")
     return found

@@ -144,8 +144,8 @@ def judge(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
         rows = [row for row in held if run_name(row) in runs]
-        ideas = dict.fromkeys(row["commit"] for row in rows if row["commit"] != base)
-        for commit in [commit for commit in ideas if commit not in kept_before(held, base)]:
+        no_ideas = {base} | kept_before(held, base)
+        for commit in dict.fromkeys(row["commit"] for row in rows if row["commit"] not in no_ideas):
             if changes := [after - before for before, after in pairs(rows, base, commit)]:
                 status = "keep" if statistics.mean(changes) < 0 else "discard"
                 changed = change_status([row for row in good(rows, commit) if row["status"] != status], status)

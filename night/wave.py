@@ -160,7 +160,8 @@ def log_row(result: Ended, kind: Kind, base: str) -> dict:
     """Logs the last row that a run left in its checkout, else a crash; returns it.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
-    run, row = result.run, dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=result.reason)
+    run, rows = result.run, kind.rows()
+    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=result.reason)
     row |= dict(gpu=kind.gpu, dataset=kind.dataset)
     with suppress(ValueError):
         *_, row = [row, *harness.parse_log(result.rows)[0]]
@@ -168,10 +169,10 @@ def log_row(result: Ended, kind: Kind, base: str) -> dict:
         to_beat = None
     elif run.commit == base:
         to_beat = math.inf
-    elif row["gpu"] != kind.gpu or run.commit in kept_before(kind.rows(), base):
+    elif row["gpu"] != kind.gpu or run.commit in kept_before(rows, base):
         to_beat = 0.0
     else:
-        to_beat = scores(good(kind.rows(), base)).get(run.seed, 0.0)
+        to_beat = scores(good(rows, base)).get(run.seed, 0.0)
     own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
     own |= run._asdict() | {"budget": kind.budget}
     return own | {"status": harness.log_result(**own, to_beat=to_beat, report=kind.report)}
