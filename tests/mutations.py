@@ -203,6 +203,7 @@ SECTIONS = [
         ('torch.zeros_like(p) if p.grad is None', 'torch.ones_like(p) if p.grad is None'),
         ('part.mT if part.size(1) < part.size(2) else part', 'part'),
         ('.split(*split or (t.size(-2), -2))', '.split(t.size(-2), -2)'),
+        ('.split(*split or (t.size(-2), -2))', '.split(*split if split and isinstance(split[0], int) else (t.size(-2), -2))'),
         ('(part.size(1) / p.size(-1)) ** 0.5', '(part.size(1) / part.size(2)) ** 0.5'),
         ('(part.size(1) / p.size(-1)) ** 0.5', '(part.size(1) / p.size(-1))'),
         ('(part.size(1) / p.size(-1)) ** 0.5', '(p.size(-2) / p.size(-1)) ** 0.5'),
