@@ -19,7 +19,7 @@ try:
     import triton.language as tl
 except ImportError:  # on a CPU
     triton = None
-jit = triton.jit if triton else lambda function: function
+jit = triton.jit if triton else lambda f: f
 
 
 def _tracing(x):  # by torch.compile; before torch 2.13, only x's type tells of AOTAutograd
@@ -42,15 +42,14 @@ def _check_devices(first, *others):
 #
 #     z = x W^T                             cuBLAS, into a buffer that chunks share
 #     s = c tanh(z / c)                     softcap; s = z without one
-#     lse = log sum exp(s)
-#     loss = lse - s_y
+#     lse = log sum exp(s),  loss = lse - s_y
 #     g = (a + b) softmax(s) - a onehot(y)  a, b: weights of the row's loss and lse; 1/n and 0 for a mean
 #     z <- g (1 - (s / c)^2)                the gradient with respect to z, in place
 #     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
 #
-# The middle five lines are one Triton launch that keeps rows of up to 16384 logits in registers. The GEMMs are not in
-# Triton, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. As
-# g / n underflows in fp16, z holds 2^15 g there, and 1/n is applied at the end.
+# The middle four lines are one Triton launch, which keeps rows of up to 16384 logits in registers. The GEMMs are not
+# Triton's, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. In
+# fp16, g / n would underflow: z holds 2^15 g, and 1/n is applied at the end.
 
 
 @jit
@@ -94,8 +93,7 @@ def _cross_entropy_kernel(
             old_shift = shift
             shift = tl.maximum(shift, tl.max(z, 0))
             total *= tl.exp(old_shift - shift)
-        e = _softcap_exp(z, shift, cap, TANH_UNIT)[0]
-        total += tl.where(mask, e, 0.0)
+        total += tl.where(mask, _softcap_exp(z, shift, cap, TANH_UNIT)[0], 0.0)
     total = tl.sum(total, 0)
 
     e_y, s_y, slope_y = _softcap_exp(z_y, shift, cap, TANH_UNIT)
@@ -120,8 +118,8 @@ def _cross_entropy_kernel(
 
 
 def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
-    """Fills losses (R,) and, unless None, lse (R,) and grads (R, V) from logits (R, V). grads, which may be the logits,
-    gets the gradient of sum(row_scale * losses + lse_scale * lse)."""
+    """Fills losses (R,) and, unless None, lse (R,) and grads (R, V): the gradient of sum(row_scale * losses + lse_scale
+    * lse) with respect to logits (R, V), which it may overwrite."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, up to 32 columns per thread
     if v > 16384:  # larger blocks would spill registers, sooner if loads are unaligned
@@ -137,11 +135,8 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
 
 def _rows_torch(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
     """`_rows_triton` in plain PyTorch."""
-    v = logits.shape[1]
     ignored = targets == ignore_index
-    if not (ignored | (targets >= 0) & (targets < v)).all():
-        raise ValueError(f"targets must be in [0, {v}) or ignore_index={ignore_index}")
-    target = targets.masked_fill(ignored, 0)[:, None]
+    target = targets.masked_fill(ignored, 0)[:, None]  # gather() refuses other targets out of range
     s = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     log_p = s.log_softmax(1)
     losses.copy_(-log_p.gather(1, target).squeeze(1).masked_fill(ignored, 0))
@@ -158,7 +153,7 @@ def _rows(logits, *args):
 
 
 def _may_overwrite(saved):
-    """Whether a backward may overwrite what it saved: not if it is traced or may run again."""
+    """Whether a backward may overwrite what it saved: not if traced, or if it may run again."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
     return not (_tracing(saved) or torch._C._autograd._get_current_graph_task_keep_graph())
@@ -181,8 +176,7 @@ def _chunk_rows(n, v, itemsize, device):
 def _addmm_(out, a, b, *, beta, alpha):
     """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
     if a.is_cuda:  # addmm adds fp16 products only to fp16
-        out = out[None]
-        torch.baddbmm(out, a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out)
+        torch.baddbmm(out[None], a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out[None])
     else:
         out.copy_(out.float().addmm_(a, b, beta=beta, alpha=alpha))
 
@@ -202,20 +196,17 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor | None, softcap: float | None,
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of
-    sum(row_scale * losses + lse_scale * lse); the rest is empty. row_scale is () or (N,)."""
+    """Losses (N,) and either lse (N,) or what is needed of the gradients dx (N, D) and dw (V, D) of sum(row_scale *
+    losses + lse_scale * lse); the rest is empty. row_scale is () or (N,)."""
     n, v = len(x), len(weight)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
-    w = weight.to(x.dtype)
-    if not x.is_cuda:  # few CPUs multiply bf16 or fp16 fast
-        x, w = x.float(), w.float()
+    x, w = (t if x.is_cuda else t.float() for t in (x, weight.to(x.dtype)))  # few CPUs multiply bf16 or fp16 fast
     boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # |g| <= 1, so this is the largest power of two that fits
     row_scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
     buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
     for i in range(0, n, rows):
-        part = slice(i, i + rows)
-        z = buffer[: n - i]
+        part, z = slice(i, i + rows), buffer[: n - i]
         torch.mm(x[part], w.T, out=z)  # (R, V)
         outputs = (z, None) if need_dx or need_dw else (None, lse[part])
         weights = None if lse_scale is None else lse_scale[part] * boost
@@ -227,9 +218,7 @@ def _linear_cross_entropy(
     return losses, lse, dx, dw if n else dw.zero_()
 
 
-@_linear_cross_entropy.register_fake
-def _(x, weight, *args):
-    return _outputs(x, weight, *args[-2:])
+_linear_cross_entropy.register_fake(lambda x, weight, *args: _outputs(x, weight, *args[-2:]))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -264,43 +253,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _scaled(dx, late) if need_dx else None, _scaled(dw, late) if need_dw else None, *[None] * 5
 
 
-@torch.library.custom_op("autoresearch::cross_entropy", mutates_args=())
-def _cross_entropy(logits: Tensor, targets: Tensor, softcap: float | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    losses, lse = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    _rows(logits, targets, losses, lse, softcap, ignore_index, None, lse)
-    return losses, lse
-
-
-@_cross_entropy.register_fake
-def _(logits, *_):
-    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
-
-
-@torch.library.custom_op("autoresearch::cross_entropy_backward", mutates_args={"grads"})
-def _cross_entropy_backward(
-    grads: Tensor, logits: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor, softcap: float | None,
-    ignore_index: int,
+@torch.library.custom_op("autoresearch::cross_entropy", mutates_args={"losses", "grads", "lse"})
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, losses: Tensor, row_scale: Tensor, softcap: float | None, ignore_index: int,
+    grads: Tensor | None, lse: Tensor | None, lse_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fills grads (N, V), which may be the logits."""
-    losses, lse_scale = logits.new_empty(len(logits), dtype=torch.float32), lse_scale.contiguous()
-    _rows(logits, targets, losses, row_scale, softcap, ignore_index, grads, None, lse_scale)
+    _rows(logits, targets, losses, row_scale, softcap, ignore_index, grads, lse, lse_scale)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Losses and lse. The backward computes the gradient, rounded once: three passes over (N, V)."""
-
+class _CrossEntropy(torch.autograd.Function):  # losses and lse; with the backward, three passes over (N, V)
     @staticmethod
     def forward(ctx, logits, targets, softcap, ignore_index, inplace):
         ctx.options, ctx.inplace = (softcap, ignore_index), inplace
         ctx.save_for_backward(logits, targets)
-        return _cross_entropy(logits, targets, softcap, ignore_index)
+        losses, lse, unused = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
+        _cross_entropy(logits, targets, losses, unused, softcap, ignore_index, None, lse, None)
+        return losses, lse
 
     @staticmethod
     def backward(ctx, row_scale, lse_scale):
         logits, targets = ctx.saved_tensors
         grads = logits if _may_overwrite(logits) and ctx.inplace else torch.empty_like(logits)
-        _cross_entropy_backward(grads, logits, targets, row_scale, lse_scale, *ctx.options)
-        return grads, None, None, None, None
+        unused, lse_scale = torch.empty_like(lse_scale), lse_scale.contiguous()
+        _cross_entropy(logits, targets, unused, row_scale, *ctx.options, grads, None, lse_scale)
+        return grads, *[None] * 4
 
 
 def _flatten(x, targets, softcap, ignore_index, reduction):
@@ -361,6 +337,7 @@ def fused_cross_entropy(
 # dequantized W for the backward, even under no_grad. So dequantization and GEMM are one opaque op.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # takes this file for a package, and warns
 FEW_ROWS = 16  # up to this many rows of x, bitsandbytes' CUDA op is one launch that stores no W
 
 
@@ -374,10 +351,7 @@ def _check_format(shape, quant_type, block_size, dtype=torch.float32):
 
 
 @functools.cache
-def _bitsandbytes():
-    """bitsandbytes' ops, imported on first use: it takes a second."""
-    if not torch.compiler.is_compiling():  # on some CPUs it takes this file for the package `kernels`, and warns
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+def _bitsandbytes():  # imported on first use: it takes a second
     import bitsandbytes  # noqa: F401, registers the ops
 
     return torch.ops.bitsandbytes
@@ -399,28 +373,21 @@ def quantize_4bit(
 
 
 @jit
-def _dequantize_kernel(packed_ptr, absmax_ptr, code_ptr, out_ptr, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread unpacks four words of 8 weights; GROUP words share an absmax.
-    Offsets are int32, as bitsandbytes stops at 2^31 weights."""
+def _dequantize_kernel(packed, absmax, code, out, n_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Each thread unpacks four words of 8 weights; GROUP words share an absmax. int32: at most 2^31 weights."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
-    packed, absmax = (), ()
+    words, scales = (), ()
     for part in tl.static_range(4):  # all loads first: the compiler moves none before a store
         word = first + part * BLOCK
-        packed += (tl.load(packed_ptr + word, word < n_words),)
-        absmax += (tl.load(absmax_ptr + word // GROUP, word < n_words),)
-    code = tl.load(code_ptr + tl.arange(0, 16))
+        words += (tl.load(packed + word, word < n_words),)
+        scales += (tl.load(absmax + word // GROUP, word < n_words),)
+    codes = tl.load(code + tl.arange(0, 16))
     i = tl.arange(0, 8)
     for part in tl.static_range(4):
         word = first + part * BLOCK
-        nibble = (packed[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8)
-        w = tl.gather(code, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * absmax[part][:, None]
-        tl.store(out_ptr + word[:, None] * 8 + i[None, :], w.to(out_ptr.dtype.element_ty), (word < n_words)[:, None])
-
-
-def _dequantize_triton(packed, absmax, code, out, block_size):
-    words, n = packed.view(-1).view(torch.int32), out.numel() // 8
-    _dequantize_kernel[(triton.cdiv(n, 512),)](words, absmax, code, out, n, GROUP=block_size // 8, BLOCK=128)
-    return out
+        nibble = (words[part][:, None] >> (4 * (i ^ 1))[None, :]) & 15  # (BLOCK, 8)
+        w = tl.gather(codes, nibble.reshape(BLOCK * 8), 0).reshape(BLOCK, 8) * scales[part][:, None]
+        tl.store(out + word[:, None] * 8 + i[None, :], w.to(out.dtype.element_ty), (word < n_words)[:, None])
 
 
 @functools.cache
@@ -428,6 +395,12 @@ def _code(quant_type, device):
     from bitsandbytes.functional import get_4bit_type
 
     return get_4bit_type(quant_type, device)  # fp32 (16,)
+
+
+def _dequantize_triton(packed, absmax, out, quant_type, block_size):
+    words, n, code = packed.view(-1).view(torch.int32), out.numel() // 8, _code(quant_type, packed.device)
+    _dequantize_kernel[(triton.cdiv(n, 512),)](words, absmax, code, out, n, GROUP=block_size // 8, BLOCK=128)
+    return out
 
 
 def dequantize_4bit(
@@ -444,15 +417,14 @@ def dequantize_4bit(
     if not packed.is_cuda:
         return _bitsandbytes().dequantize_4bit.default(packed, absmax, block_size, quant_type, shape, dtype).view(shape)
     out = torch.empty(shape, dtype=dtype, device=packed.device)
-    return _dequantize_triton(packed, absmax, _code(quant_type, packed.device), out, block_size)
+    return _dequantize_triton(packed, absmax, out, quant_type, block_size)
 
 
 def _matmul_4bit(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, transpose: bool, quant_type: str, block_size: int
 ) -> Tensor:
     """x W, (..., N) -> (..., K); with `transpose`, x W^T + bias, (..., K) -> (..., N)."""
-    k = x.shape[-1]
-    n = 2 * packed.numel() // k
+    k, n = x.shape[-1], 2 * packed.numel() // x.shape[-1]
     bias = bias if bias is None else bias.to(x.dtype)
     if transpose and packed.is_cuda and 0 < x.numel() <= FEW_ROWS * k:
         return _bitsandbytes().gemm_4bit.default(x, packed, (n, k), absmax, block_size, quant_type, bias)
@@ -466,27 +438,27 @@ torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
 
 
-def _fastest(x):  # under torch.compile the op, else the plain function, without the dispatcher's host time
-    return torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit
+def _matmul(x, *args):  # torch.compile needs the op; without it, the plain function saves the dispatcher's host time
+    return (torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit)(x, *args)
 
 
 class _Linear4bit(torch.autograd.Function):  # `weight` is an input only so that it gets a gradient
     @staticmethod
-    def forward(ctx, x, packed, absmax, weight, bias, quant_type, block_size):
-        ctx.format = quant_type, block_size
-        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, packed, absmax)
-        return _fastest(x)(x, packed, absmax, bias, True, quant_type, block_size)
+    def forward(ctx, weight, x, packed, absmax, bias, *options):
+        ctx.options = options
+        ctx.save_for_backward(x if ctx.needs_input_grad[0] else None, packed, absmax)
+        return _matmul(x, packed, absmax, bias, *options)
 
     @staticmethod
     def backward(ctx, dy):
         assert not torch.is_grad_enabled(), "the 4-bit linear has no second derivative"
         x, packed, absmax = ctx.saved_tensors
-        need_dx, _, _, need_dw, need_db, _, _ = ctx.needs_input_grad
-        dx = _fastest(dy)(dy, packed, absmax, None, False, *ctx.format) if need_dx else None
+        need_dw, need_dx, _, _, need_db, *_ = ctx.needs_input_grad
+        dx = _matmul(dy, packed, absmax, None, False, *ctx.options[1:]) if need_dx else None
         dy = dy.reshape(-1, dy.shape[-1])
         dw = dy.T @ x.reshape(-1, x.shape[-1]) if need_dw else None  # straight-through estimate
         db = dy.sum(0, dtype=torch.float32) if need_db else None
-        return dx, None, None, dw, db, None, None
+        return dw, dx, None, None, db, None, None, None
 
 
 class Linear4bit(nn.Module):
@@ -527,7 +499,6 @@ class Linear4bit(nn.Module):
         super()._apply(fn, recurse).absmax = absmax
         return self
 
-    @torch.no_grad()
     def requantize_(self) -> None:
         """Quantizes `weight` into the buffers without waiting for the GPU: NaN and inf show in the outputs."""
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
@@ -535,22 +506,18 @@ class Linear4bit(nn.Module):
         self.absmax.copy_(absmax)
 
     def forward(self, x: Tensor) -> Tensor:
-        packed, absmax, k = self.packed, self.absmax, self.in_features
-        if x.dtype not in FLOATS or x.shape[-1] != k:
-            raise ValueError(f"need floats (..., {k}), not {x.dtype} {tuple(x.shape)}")
-        _check_devices(packed, x, absmax, self.weight, self.bias)
-        x = _autocast(x)
-        if torch.is_grad_enabled():
-            return _Linear4bit.apply(x, packed, absmax, self.weight, self.bias, *self.format)
-        return _fastest(x)(x, packed, absmax, self.bias, True, *self.format)
+        if x.dtype not in FLOATS or x.shape[-1] != self.in_features:
+            raise ValueError(f"need floats (..., {self.in_features}), not {x.dtype} {tuple(x.shape)}")
+        _check_devices(self.packed, x, self.absmax, self.weight, self.bias)
+        args = _autocast(x), self.packed, self.absmax, self.bias, True, *self.format
+        return _Linear4bit.apply(self.weight, *args) if torch.is_grad_enabled() else _matmul(*args)
 
 
 # ---- FP8 linear
 
 
 def _fp8(x, dtype, every=1):
-    """x in FP8, and what to multiply it by, fp32 (1, 1), from the largest value of every so many rows: other rows may
-    have values 8 times as large, or are clamped."""
+    """x in FP8 and its scale (1, 1), by the largest value of every so many rows: others are clamped to 8 times that."""
     top = torch.finfo(dtype).max
     scale = (x[::every].abs().amax().float() * (1 if every == 1 else 8) / top).clamp(min=1e-30)
     return (x.float() / scale).clamp(-top, top).to(dtype), scale.view(1, 1)
@@ -578,7 +545,7 @@ def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
     return _LinearFP8.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
-# ---- Adam on rows
+# ---- Rows of a table: Adam, sums
 
 
 @jit
@@ -618,18 +585,18 @@ def _row_adam_triton(table, state, ids, grads, *scalars):
     _row_adam_kernel[(n,)](table, state, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
 
-def _row_adam_torch(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf):
-    """`_row_adam_triton` in plain PyTorch."""
+def _row_adam_torch(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf):  # in plain PyTorch
     rows, inverse = ids.unique(return_inverse=True)
     total = grads.new_zeros(len(rows), grads.shape[1], dtype=torch.float32).index_add_(0, inverse, grads.float())
     total /= loss_scale
-    mean_sq = total.square().mean(1, keepdim=True)
-    skip = (found_inf > 0) | ~mean_sq.isfinite()
-    (old, updates), weight = state[rows].split(1, 1), table[rows].float()
+    mean_sq = total.square().mean(1)
+    good = (found_inf == 0) & mean_sq.isfinite()
+    rows, total, mean_sq = rows[good], total[good], mean_sq[good]
+    old, updates = state[rows].unbind(1)
     v = torch.where(old == 0, mean_sq, old.lerp(mean_sq, 1 - beta2))
-    state[rows] = torch.where(skip, state[rows], torch.cat([v, updates + 1], 1))
-    moved = weight - lr / (1 + updates / half_lr) / (v.sqrt() + 1e-10) * total
-    table[rows] = torch.where(skip, weight, moved).to(table.dtype)
+    state[rows] = torch.stack([v, updates + 1], 1)
+    rate = lr / (1 + updates / half_lr) / (v.sqrt() + 1e-10)
+    table[rows] = (table[rows].float() - rate[:, None] * total).to(table.dtype)
 
 
 @torch.no_grad()
@@ -648,9 +615,6 @@ def row_adam_(
         raise ValueError(f"{r} rows of {c} and {len(ids)} ids need contiguous tensors to match, not {stored}")
     step = _row_adam_triton if table.is_cuda else _row_adam_torch
     step(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf)
-
-
-# ---- Sums of rows
 
 
 class _SumRows(torch.autograd.Function):

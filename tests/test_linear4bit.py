@@ -60,7 +60,7 @@ def test_triton_dequantize_is_that_of_bitsandbytes_for_all_256_bytes(quant_type,
     out = torch.empty(blocks, block_size, dtype=dtype, device=device)
     shape = (blocks, block_size)
     theirs = torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, block_size, quant_type, shape, dtype)
-    kernels._dequantize_triton(packed, absmax, kernels._code(quant_type, device), out, block_size)
+    kernels._dequantize_triton(packed, absmax, out, quant_type, block_size)
     assert torch.equal(out, theirs)
 
 

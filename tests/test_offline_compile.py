@@ -42,11 +42,10 @@ VARIANTS = [
     if grads or v == 8192
 ] + [
     ("_dequantize_kernel", ["*i32", "*fp32", "*fp32", "*x", "i32"], {"GROUP": 8, "BLOCK": 128}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 128, "BLOCK": 128}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 384, "BLOCK": 512}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 512, "BLOCK": 512}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 768, "BLOCK": 1024}, 4),
-    ("_row_adam_kernel", TABLE, {"C": 896, "BLOCK": 1024}, 4),
+    *(
+        ("_row_adam_kernel", TABLE, {"C": c, "BLOCK": block}, 4)
+        for c, block in ((128, 128), (384, 512), (512, 512), (768, 1024), (896, 1024))
+    ),
 ]
 
 
@@ -104,10 +103,8 @@ def main() -> None:
         names = list(dict.fromkeys(row["kernel"] for row in rows))
         print("| sm | " + " | ".join(name.strip("_") for name in names) + " |\n" + "| --- " * (len(names) + 1) + "|")
         for sm in dict.fromkeys(row["sm"] for row in rows):
-            most = [
-                [max(row[key] for row in rows if (row["kernel"], row["sm"]) == (name, sm)) for key in KEYS]
-                for name in names
-            ]
+            own = {name: [row for row in rows if (row["kernel"], row["sm"]) == (name, sm)] for name in names}
+            most = [[max(row[key] for row in own[name]) for key in KEYS] for name in names]
             print(f"| {sm} | " + " | ".join("{}, {}, {}".format(*values) for values in most) + " |")
 
 
@@ -126,10 +123,10 @@ def test_every_kernel_fits_into_each_chip_without_spills_and_tensor_cores(rows):
     source = (ROOT / "kernels.py").read_text()
     assert {row["kernel"] for row in rows} == set(re.findall(r"^@(?:triton\.)?jit\ndef (\w+_kernel)\(", source, re.M))
     # up to 64 bytes spill, by some versions of Triton, of vocabularies that do not fit into registers
-    assert [row for row in rows if row["spilled"] > 64 * (row.get("V", 0) > 16384)] == []
     assert max(row["shared"] for row in rows) > 0
-    assert [row for row in rows if row["shared"] > 1024 * SHARED[row["sm"]]] == []
-    assert [row for row in rows if row["dot"]] == []
+    for row in rows:
+        assert row["spilled"] <= 64 * (row.get("V", 0) > 16384), row
+        assert row["shared"] <= 1024 * SHARED[row["sm"]] and not row["dot"], row
 
 
 @pytest.mark.parametrize("rows", [pytest.param(tuple(SHARED), marks=pytest.mark.slow)], indirect=True, ids=["all"])

@@ -137,6 +137,18 @@ def test_muon_follows_its_reference_which_takes_each_expert_for_a_matrix(steps, 
     assert_close(params, copies, 5e-5)
 
 
+def test_queries_keys_and_values_of_unequal_widths_are_orthogonalized_each_by_themselves():
+    widths = [24, 6, 6]
+    (p,), (copy,) = parameters((36, 16))
+    optimizer = make("muon", [train.declare(p, None, train.muon(0.0, (widths, -2)))])
+    set_rates(optimizer, 0.1, 0.5, 0.9)
+    p.grad = torch.randn(36, 16)
+    for part, grad in zip(copy.split(widths), p.grad.double().split(widths), strict=True):
+        reference.Muon(part).step(grad, 0.1, 0.5, 0.9)
+    optimizer.step()
+    assert_close([p], [copy], 5e-5)
+
+
 @pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 64), (16, 40), (3, 32, 16), (3, 12, 16)])
 def test_what_muon_does_to_a_matrix_reaches_the_parameter_once(shape):
     p = declare_squares(torch.nn.Parameter(torch.zeros(shape)))

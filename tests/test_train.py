@@ -46,6 +46,10 @@ def batches(seed=1):
     return itertools.repeat((tokens[:, :-1], tokens[:, 1:], 1))
 
 
+def loss_of(model) -> torch.Tensor:
+    return model(*next(batches())[:2])
+
+
 def train_on(model, optimizer, steps=1) -> list[float]:
     """The losses of steps on the same batch."""
     scaler = train.make_scaler(model)
@@ -66,10 +70,8 @@ def trained(**sizes) -> train.GPT:
     ("capability", "flash", "dtype", "attention"),
     [
         (None, "", torch.float32, "sdpa"),
-        ((7, 0), "", torch.float16, "sdpa"),
         ((7, 5), "", torch.float16, "sdpa"),
         ((8, 0), "", torch.bfloat16, "fa2"),
-        ((9, 0), "fa3", torch.bfloat16, "fa3"),
         ((9, 0), "", torch.bfloat16, "fa2"),
         ((10, 0), "fa4", torch.bfloat16, "fa4"),
     ],
@@ -87,13 +89,11 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
 
 
 @pytest.mark.parametrize(
-    ("peak", "gigabytes", "rows"),
+    ("peak", "gigabytes", "rows"),  # a T4; an A100 of 40 GB; a small GPU; an H200; none
     [
-        (65e12, 16, 2_621_440),  # a T4: tables of 6.0 GB
-        (25e12, 12.7, 2_621_440),  # an RTX 3060
+        (65e12, 16, 2_621_440),
+        (312e12, 42.4, 5_242_880),
         (25e12, 4, 655_360),
-        (165e12, 16, 1_310_720),
-        (312e12, 42.4, 5_242_880),  # an A100 of 40 GB
         (990e12, 150, 10_485_760),
         (0, 0, 655_360),
     ],
@@ -157,7 +157,6 @@ def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_it
         ((64, 64), 1200, (128, 64)),
         ((12, 4), 3, (1, 1)),
         ((96, 16), 3, (12, 4)),
-        ((6, 2), 30, (1, 1)),  # of 1.5 sequences
         ((5, 5), 75, (2, 1)),
     ],
 )
@@ -180,10 +179,7 @@ def test_text_longer_than_the_model_is_refused_with_both_numbers():
 @pytest.mark.parametrize("T", [5, 64, 65, 200])
 def test_in_rows_longer_than_those_of_training_a_head_sees_as_far_back_as_in_training(T):
     q, k, v = torch.randn(3, 2, T, 2, 16)
-    far = torch.arange(T)[:, None] - torch.arange(T)
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
-    weights = scores.masked_fill((far < 0) | (far > 64), -torch.inf).softmax(-1)
-    expected = torch.einsum("bhij,bjhd->bihd", weights, v.double())
+    expected = sliding_attention(q.double(), k.double(), v.double(), 64)
     assert torch.allclose(train.sdpa(q, k, v, 64, None).double(), expected, atol=1e-5)
 
 
@@ -266,14 +262,13 @@ def compile_trunk(model, backend, monkeypatch) -> str:
 
 def test_the_trunk_is_one_compilation(monkeypatch):
     model = trained(depth=4, window=TINY.seq_len // 4)
-    x, y, _ = next(batches())
-    expected = model(x, y).item()
+    expected = loss_of(model).item()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     tag = compile_trunk(model, counter, monkeypatch)
     for _ in range(2):
-        assert model(x, y).item() == pytest.approx(expected, abs=1e-5)
+        assert loss_of(model).item() == pytest.approx(expected, abs=1e-5)
     with torch.no_grad():
-        model(x, y)  # evaluation is not compiled
+        loss_of(model)  # evaluation is not compiled
     assert counter.frame_count == 1
     called = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert F.scaled_dot_product_attention in called
@@ -284,11 +279,10 @@ def test_the_trunk_is_one_compilation(monkeypatch):
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
     model = trained()
     compile_trunk(model, "eager", monkeypatch)
-    x, y, _ = next(batches())
     average = copy.deepcopy(model)
-    expected = average(x, y).item()
+    expected = loss_of(average).item()
     train_on(model, train.make_optimizer(model))
-    assert average(x, y).item() == expected != model(x, y).item()
+    assert loss_of(average).item() == expected != loss_of(model).item()
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
@@ -302,8 +296,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
 
     model = train.build_model(TINY, CPU, GPU(capability, 0.0))
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    x, y, _ = next(batches())
-    model(x, y)
+    loss_of(model)
     assert set(allowed) == {(fast, fast, True)}
     model.wte = model._modules.pop("embed")  # under any name
     assert train.make_scaler(model).is_enabled() != fast
@@ -443,7 +436,7 @@ def test_a_saved_state_trains_on_as_the_model_itself_does(config):
 
 def test_a_table_that_is_also_used_otherwise_is_refused():
     model, optimizer = build()
-    (model(*next(batches())[:2]) + model.ngram_embeds[0].weight.square().mean()).backward()
+    (loss_of(model) + model.ngram_embeds[0].weight.square().mean()).backward()
     with pytest.raises(AssertionError, match=r"a table \(512, 64\) that is not only looked up needs adamw\(\)"):
         optimizer.step()
 
@@ -468,13 +461,9 @@ def any_model(request, exact_windows):
     return build(config)[0] if request.param == torch.float32 else half(request.param, config)
 
 
-def gradients(model):
-    model(*next(batches())[:2]).backward()
-
-
 def step_clipped(model, optimizer, scaler, norm=0.5) -> float:
     """As an edit writes it."""
-    loss = model(*next(batches())[:2])
+    loss = loss_of(model)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     assert 0.01 < torch.nn.utils.clip_grad_norm_(model.parameters(), norm) < 100
@@ -503,11 +492,11 @@ def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
 
 def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_scaler(any_model):
     optimizer, scaler = train.make_optimizer(any_model), torch.amp.GradScaler("cpu", init_scale=16.0)
-    gradients(any_model)
+    loss_of(any_model).backward()
     optimizer.zero_grad()
     optimizer.step()
     assert not any(table.weight.any() for table in any_model.ngram_embeds), "zeroed gradients reach the tables"
-    scaler.scale(any_model(*next(batches())[:2])).backward()
+    scaler.scale(loss_of(any_model)).backward()
     scaler.step(optimizer)
     muon = [p for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]]
     after = [p.detach().clone() for p in muon]
@@ -515,7 +504,7 @@ def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_sc
     assert muon and all(map(torch.equal, muon, after))
     scaler.update()
     optimizer.zero_grad()
-    gradients(any_model)
+    loss_of(any_model).backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in any_model.parameters())
 
@@ -529,11 +518,11 @@ def test_when_our_optimizer_is_gone_or_another_one_comes_gradients_of_tables_are
     try:
         optimizer = train.make_optimizer(model)
         train_on(model, optimizer)
-        gradients(model)
+        loss_of(model).backward()
         table = model.ngram_embeds[0].weight
         assert table.grad is None and table.dtype == dtype and len(optimizer.row_grads[table]) == 1
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        gradients(model)
+        loss_of(model).backward()
         assert table.grad.dtype == table.dtype == torch.float32 and not table.grad.is_sparse and table.grad.any()
         assert ("n-gram tables: fp32, dense gradients" in said(capsys)) == (dtype != torch.float32)
     finally:
@@ -548,7 +537,7 @@ def test_an_average_of_the_weights_is_a_copy_that_keeps_its_dtype(exact_windows)
     with torch.no_grad():
         for p, q in zip(average.parameters(), model.parameters(), strict=True):
             p.lerp_(q, 0.5)
-        loss = average(*next(batches())[:2])
+        loss = loss_of(average)
     assert loss.isfinite() and average.ngram_embeds[0].weight.dtype == torch.bfloat16
     assert average.ngram_embeds[0].weight.any() and len(optimizer.row_grads) == len(train.NGRAMS)
 
@@ -557,7 +546,7 @@ def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypat
     monkeypatch.setattr(train, "FOUR_BIT", True)
     model, optimizer = build()
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: pytest.fail("saved"), lambda t: t):
-        model(*next(batches())[:2])  # saves no activations
+        loss_of(model)  # saves no activations
     assert train_on(model, optimizer, 15)[-1] < 1.5
     for linear in (m for m in model.modules() if isinstance(m, train.Linear4bit)):
         packed, absmax = quantize_4bit(linear.weight.detach())
