@@ -19,9 +19,8 @@ import harness
 from harness import remote
 from harness.clock import Clock
 from harness.columns import SEED, budget_name, clean, seed
-from harness.device import pick_gpu
 from harness.git import git_head, script
-from harness.gpu import GPU, gpu_name
+from harness.gpu import GPU, gpu_name, pick_gpu
 from harness.log import log_result
 from harness.record import night_record, write_record
 from harness.summary import summarize
@@ -101,13 +100,11 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         raise
     finally:
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        if not logged:
-            status = f"not logged: {by_hand} set by hand (python -m night wave logs it)"
-        elif remote.channel():
-            status = "in results.tsv"  # night logs it
-        else:
+        status = f"not logged: {by_hand} set by hand (python -m night wave logs it)"
+        if logged and not remote.channel():
             status = log_result(**row, **result)
-        status = "in results.tsv" if night_record().get("log") else status  # a wave may change it later
+        if remote.channel() or night_record().get("log"):
+            status = "in results.tsv"  # night logs a locked run, and a wave may change the status later
         summary.setdefault("status", status)  # a crash has set it
         summary |= row
         write_record("summary.json", json.dumps(summary, indent=1, default=str))
