@@ -78,7 +78,10 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     logged = not by_hand or night_record().get("log")
-    row = new_row(args, tokenizer)
+    commit, description = git_head()  # HEAD may move during the run
+    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
+    row = dict(commit=commit, description=description, gpu=gpu_name(args.gpu), dataset=dataset)
+    row |= dict(budget=budget_name(args.seconds, args.tokens), seed=args.seed)
     if logged:
         adopt_dataset(tokenizer.directory)
     print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
@@ -111,15 +114,6 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         handle_signals(signal.SIG_DFL)
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
-
-
-def new_row(args: argparse.Namespace, tokenizer: Tokenizer) -> dict:
-    """What a run's row says from the start: HEAD may move during the run."""
-    commit, description = git_head()
-    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
-    budget = budget_name(args.seconds, args.tokens)
-    gpu = gpu_name(args.gpu)
-    return dict(commit=commit, description=description, gpu=gpu, dataset=dataset, budget=budget, seed=args.seed)
 
 
 def handle_signals(handler) -> None:

@@ -673,7 +673,7 @@ SECTIONS = [
         ('("*/val_*", "*/test_*", "*/raw")', '("*/val_*", "*/raw")'),
     ]),
     ("The referee in a run", "harness", ["test_run.py", "-k", "prediction or leak or false_loss"], [
-        ("                referee.check(model, draw(referee.eval_shape(config)), config.vocab_size)\n", ""),
+        ("                referee.check(model, draw(referee.eval_shape(config)), config.vocab_size)  # waits for the device\n", ""),
         ("from harness.referee import eval_shape, evaluate_bpb", "from harness.referee import eval_shape\nfrom prepare import evaluate_bpb"),
     ]),
     ("The clock", "train.py", ["test_train.py", "-k", "warm_up_has_compiled"], [
@@ -694,7 +694,7 @@ SECTIONS = [
         ("self.tokens / self.limit if self.limit else", "self.tokens / self.limit if self.limit is None else"),
         ("return min(1.0, self.tokens", "return (self.tokens"),
         ("(self.stopped or time.perf_counter()) - self.started", "time.perf_counter() - self.started"),
-        ("if self.stopped is None:\n            synchronize()", "if True:\n            synchronize()"),
+        ("if self.stopped is None:\n            if torch", "if True:\n            if torch"),
         ("if not 0 < seconds < math.inf or", "if seconds <= 0 or seconds == math.inf or"),
         ("if not 0 < seconds < math.inf or", "if not 0 < seconds or"),
         ("if self.limit is None and self._step_began >= self.seconds:", "if False:"),

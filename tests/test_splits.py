@@ -160,6 +160,19 @@ def test_names_and_times_of_files_do_not_matter_but_their_text_does(tmp_path, mo
     assert after != before and prepare.dataset_id(after) != prepare.dataset_id(before)
 
 
+def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_it_takes(tmp_path, monkeypatch):
+    """Ten files with a word each, far more text than TOKENIZER_CHARS."""
+    documents, seen = [f"{word}xyz {j} " * 20 for word in "abcdefghij" for j in range(200)], []
+    for i in range(10):
+        write_parquet(tmp_path / "data" / f"{i}.parquet", documents[200 * i : 200 * i + 200])
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 40_000)
+    train = prepare.Tokenizer.train
+    monkeypatch.setattr(prepare.Tokenizer, "train", lambda texts, path: train(seen.extend(texts) or seen, path))
+    prepare.prepare(str(tmp_path / "data"))
+    assert 30_000 < sum(map(len, seen)) < 50_000 and len({text[0] for text in seen}) == 10
+    assert set(seen) < set(own_splits(documents)["train"])
+
+
 def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
     documents, folder = numbered(0, 300), tmp_path / "data"
