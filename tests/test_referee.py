@@ -253,6 +253,11 @@ FALSE["claims_to_be_coarse"] = ClaimsToBeCoarse, FUTURE
 FALSE["never_evaluates"] = NeverEvaluates, "is not the same twice"
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+
+
 @pytest.fixture
 def on_device(device):
     """Tensors are made on the GPU, if there is one."""
@@ -280,8 +285,7 @@ def reference(model, tokenizer, split: str = "val", limit: int = 10**9) -> float
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("name", HONEST)
-def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, name):
     model = HONEST[name](tokenizer.get_vocab_size()).train()
     rel = 1e-3 if isinstance(model, SixteenBit) else 1e-5
     bpb = referee.evaluate_bpb(model, tokenizer, B, T)
@@ -292,8 +296,7 @@ def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(token
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("name", FALSE)
-def test_each_false_model_is_refused_with_its_reason_before_training_and_by_the_score(tokenizer, monkeypatch, name):
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+def test_each_false_model_is_refused_with_its_reason_before_training_and_by_the_score(tokenizer, name):
     (cls, reason), vocab = FALSE[name], tokenizer.get_vocab_size()
     with pytest.raises(referee.Unscorable, match=reason) as error:
         referee.evaluate_bpb(cls(vocab), tokenizer, B, T)
@@ -303,8 +306,7 @@ def test_each_false_model_is_refused_with_its_reason_before_training_and_by_the_
             referee.check(cls(vocab), torch.randint(vocab, (B, T)), vocab)
 
 
-def test_a_default_device_set_in_train_py_changes_nothing(tokenizer, monkeypatch):
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
+def test_a_default_device_set_in_train_py_changes_nothing(tokenizer):
     model = LM(tokenizer.get_vocab_size())
     bpb = referee.evaluate_bpb(model, tokenizer, B, T)
     with torch.device("meta"):
@@ -337,14 +339,13 @@ def test_a_leak_that_only_exchanges_the_answer_with_the_best_guess_is_found(toke
         referee.check(models("change", exchanges)["exchanges"](vocab), torch.randint(vocab, (32, T)), vocab)
 
 
-def test_a_leak_at_one_position_in_sixteen_is_found_in_most_runs(tokenizer, monkeypatch):
+def test_a_leak_at_one_position_in_sixteen_is_found_in_most_runs(tokenizer):
     """One cut in sixteen shows it, and there are at least 32 of them."""
 
     def sometimes(self, x, idx):
         return x + x.roll(-1, 1) * (torch.arange(T) % 16 == 3)[:, None]
 
     cls = models("mix", sometimes)["sometimes"]
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     found = 0
     for seed in range(20):
         with pytest.MonkeyPatch.context() as patch:
@@ -386,13 +387,12 @@ def test_train_pys_gpt_is_scored_as_with_targets_and_a_leak_in_its_attention_is_
         referee.evaluate_bpb(model, tokenizer, *tokens.shape)
 
 
-def test_a_nan_that_is_scored_makes_the_score_nan(tokenizer, monkeypatch):
+def test_a_nan_that_is_scored_makes_the_score_nan(tokenizer):
     nan = models("mix", nan=lambda self, x, idx: torch.where(idx[..., None] % 5 == 0, math.nan, x))["nan"]
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     assert math.isnan(referee.evaluate_bpb(nan(tokenizer.get_vocab_size()), tokenizer, B, T))
 
 
-def test_logits_of_one_batch_at_a_time_are_kept(tokenizer, monkeypatch):
+def test_logits_of_one_batch_at_a_time_are_kept(tokenizer):
     """Two of them would be more memory than training took, on a GPU."""
     alive, most = [], []
 
@@ -403,7 +403,6 @@ def test_logits_of_one_batch_at_a_time_are_kept(tokenizer, monkeypatch):
             alive.append(weakref.ref(logits.untyped_storage()))
             return logits
 
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     referee.evaluate_bpb(Counts(tokenizer.get_vocab_size()), tokenizer, B, T)
     assert len(most) > 10 and max(most) == 0
 
