@@ -511,3 +511,25 @@ def test_python_m_night_run_locked(prepared, tokenizer, tmp_path):
     (row,) = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
     assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6) and row["reason"] == "", out
     assert "locked: " in out.stdout
+
+
+@pytest.mark.slow
+def test_a_commit_that_changes_the_harness_is_scored_by_the_clones_own(prepared, tokenizer, tmp_path, monkeypatch):
+    for name in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
+        monkeypatch.setenv(f"GIT_{name}", "night@example.org")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+    copy_files(tmp_path)
+    (tmp_path / ".gitignore").write_text("runs\n__pycache__\n.dataset\nresults.tsv\n")
+    (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", ""))
+    script = """\
+git init -q -b main; git add .; git commit -q -m start
+echo 'evaluate_bpb = lambda *_: 0.1' >> harness/referee.py; git commit -qam idea; git tag idea
+git reset -q --hard HEAD~; printf "$HEADER" > results.tsv; python -m night wave --tokens 300 --locked idea"""
+    env = harness.clean_environment() | {"HEADER": "\t".join(harness.COLUMNS) + "\n"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    out = subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200)
+    rows = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
+    assert [row["description"] for row in rows] == ["start", "idea"], out
+    assert [row["val_bpb"] for row in rows] == [pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6)] * 2, out
+    logs = [path.read_text() for path in tmp_path.glob("runs/*/log.txt")]
+    assert ["locked: " in log for log in logs] == [True] * 2
