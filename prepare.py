@@ -395,12 +395,14 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
 
 def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
     """The same for a copy of climbmix: val is VAL_FILE, test is TEST_FILE or, without one, the end of the last train
-    file: 5% of all documents."""
+    file: 5% of all documents, or the whole file if it has fewer."""
     *train, test, val = [(file, 0, None) for file in files]
     if test[0].name != TEST_FILE:
         counts = [sum(1 for _ in documents(file)) for file in files]
         start = max(0, counts[-2] - max(1, sum(counts) // 20))
-        train, test = [*train, (test[0], 0, start)], (test[0], start, None)
+        if start or not train:  # else that file is smaller than 5%
+            train.append((test[0], 0, start))
+        test = test[0], start, None
     return [test, val, *train[:num_shards]]
 
 
@@ -553,8 +555,8 @@ def download(path: Path, repo: str) -> None:
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
-    and without an argument, a new clone gets the dataset that is ready, else `embedded`."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. If there is no
+    network and no argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     if data == "":
@@ -563,20 +565,21 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
     wanted = data or own.partition("@")[0] or "climbmix"
     if wanted == "embedded" and not data:  # perhaps only as there was no network
         print("This clone trains on the source of Python's standard library: for other text, give --data climbmix")
-    if not data and not num_shards and is_ready(cache_dir() / own):
-        if wanted not in SOURCES or own.startswith(find_source(wanted)[0]):  # no constant was edited
-            return current_dataset()
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
-        raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
+        if num_shards or not is_ready(cache_dir() / own):
+            raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
+        return current_dataset()
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
-        if data or num_shards or own:
+        if data or num_shards:
             raise
         with suppress(PrepareError):
             if is_ready(directory := current_dataset()):
                 print(f"{error}\nNO NETWORK: using {directory.name}, which is ready in {cache_dir()}")
                 return directory
+        if own:
+            raise
         print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
@@ -587,7 +590,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
 def make(data: str, num_shards: int | None) -> Path:
     """Prepares a dataset unless it is ready, and makes it `current`. Each number of shards is a separate dataset."""
     name, texts = find_source(data)
-    count = None if data == "embedded" else num_shards or default_shards(data)
+    count = None if data == "embedded" else num_shards or default_shards(data, name)
     place = cache_dir()
     directory, current = place / (f"{name}x{count}" if count else name), place / "current"
     if not is_ready(directory):
@@ -604,16 +607,21 @@ def make(data: str, num_shards: int | None) -> Path:
     return directory
 
 
-def default_shards(data: str) -> int | None:
-    """From the hub, as many as five minutes consume on this GPU; of a folder all (None)."""
-    if data not in HUB:
-        return None
+def default_shards(data: str, name: str) -> int | None:
+    """As many as the current dataset has; from the hub, at least as many as five minutes consume. None: all."""
+    have = 0
+    with suppress(PrepareError):
+        own, _, shards = current_dataset().name.rpartition("x")
+        have = int(shards) if own == name else 0
+    if data not in HUB or have >= 10:
+        return have or None
     import torch
 
     if torch.cuda.is_available():
-        return 10 if torch.cuda.get_device_capability() >= (8, 0) else 2
-    print("no GPU here, so one shard; for a GPU elsewhere give --num-shards 2 (T4, V100) or 10 (newer)")
-    return 1
+        return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
+    if not have:
+        print("no GPU here, so one shard; for a GPU elsewhere give --num-shards 2 (T4, V100) or 10 (newer)")
+    return have or 1
 
 
 def is_ready(directory: Path) -> bool:
@@ -633,15 +641,17 @@ def build(directory: Path, sources: Texts) -> None:
     except PrepareError:
         Tokenizer.train(texts, directory / "tokenizer.txt")
         tokenizer = Tokenizer(directory)
-    shards = itertools.chain([("test", 0), ("val", 0)], (("train", i) for i in itertools.count()))
-    for texts, (split, i) in zip(sources, shards, strict=False):
-        path = directory / SHARD(split, i)
+    train_names = (SHARD("train", i) for i in itertools.count())
+    train_shards = 0
+    for texts, name in zip(sources, itertools.chain([SHARD("test", 0), SHARD("val", 0)], train_names), strict=False):
+        train = name.startswith("train")
+        train_shards += train
         try:
-            open_shard(path, tokenizer.fingerprint, verify=True)
+            open_shard(directory / name, tokenizer.fingerprint, verify=True)
         except PrepareError:
-            tokenize(texts, path, tokenizer, math.inf if split == "train" else EVAL_TOKENS + 1)
+            tokenize(texts, directory / name, tokenizer, math.inf if train else EVAL_TOKENS + 1)
     with new_file(directory / "train_shards") as file:
-        file.write(b"%d\n" % (i + 1))
+        file.write(b"%d\n" % train_shards)
 
 
 def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
@@ -694,7 +704,7 @@ def patient_output() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    text = "number of train shards (default: enough for five minutes on this GPU; for a folder: all)"
+    text = "number of train shards (default: as it is; at first enough for five minutes; for a folder: all)"
     parser.add_argument("--num-shards", type=int, help=text)
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()

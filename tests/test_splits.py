@@ -103,11 +103,12 @@ def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_t
     assert splits_of(prepare.prepare(str(tmp_path / "data"))) == expected
     fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
     assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
-    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than 5%
-    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: use a smaller --num-shards"):
-        prepare.prepare(str(tmp_path / "data"))
-    splits = splits_of(prepare.prepare(str(tmp_path / "data"), 1))
+    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than 5%: all of it is test
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
     assert splits == {"train": numbered(0, 90), "test": numbered(90, 95), "val": numbered(200, 380)}
+    (tmp_path / "data" / "shard_00000.parquet").unlink()
+    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*give more"):
+        prepare.prepare(str(tmp_path / "data"))
 
 
 # A folder of one's own
@@ -188,6 +189,7 @@ def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypat
     fewer = prepare.prepare(str(folder), 3)
     assert splits_of(fewer) == splits_of(directory) | {"train": train[: sum(map(len, shards[:3]))]}
     assert len(list(fewer.glob("train_*.bin"))) == 3
+    assert prepare.prepare(str(folder)) == fewer  # the number of shards stays until another one is asked for
 
 
 def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path):
@@ -389,28 +391,37 @@ def climbmix(cache) -> Path:
     return cache
 
 
-@pytest.mark.parametrize(("capability", "shards"), [(None, 1), ((7, 5), 2), ((8, 0), 10), ((9, 0), 10)])
-def test_climbmix_gets_as_many_shards_as_five_minutes_on_this_gpu_consume_and_keeps_another_number_that_was_given(
+@pytest.mark.parametrize(("capability", "shards"), [((7, 5), 2), ((8, 0), 10), ((9, 0), 10)])
+def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
     climbmix, capsys, monkeypatch, capability, shards
 ):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(capability))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    assert prepare.prepare().name.endswith(f"x{shards}")
-    assert ("give --num-shards 2 (T4, V100) or 10" in capsys.readouterr().out) == (capability is None)
-    five = prepare.prepare(num_shards=5)
-    assert five.name.endswith("x5") and prepare.prepare() == five
-    monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
-    assert prepare.prepare().name.endswith(f"x{shards}"), "another vocabulary, another dataset"
+    def count() -> int:
+        return int((prepare.prepare() / "train_shards").read_text())
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert count() == 1 and "give --num-shards 2 (T4, V100) or 10" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.get_device_capability", lambda: capability)
+        assert count() == shards and "no GPU" not in capsys.readouterr().out
+        prepare.prepare(num_shards=5)
+        assert count() == max(5, shards)
+    assert count() == max(5, shards)  # and never fewer again, unless asked for
+    prepare.prepare(num_shards=12)
+    assert count() == 12
+    assert prepare.prepare(num_shards=1).name.endswith("x1")
 
 
-def test_without_network_a_clone_goes_on_with_its_own_dataset(climbmix, monkeypatch):
-    own = prepare.prepare(num_shards=1)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+def test_without_network_a_clone_goes_on_with_its_own_dataset_though_this_gpu_would_have_more(
+    climbmix, capsys, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    own = prepare.prepare()
     (climbmix / "climbmix" / "raw" / "shard_00001.parquet").unlink()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert prepare.prepare() == own
-    prepare.DATASET.unlink()  # a new clone gets what is asked for, or nothing
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert prepare.prepare() == own and f"NO NETWORK: using {own.name}, which is ready in" in capsys.readouterr().out
     for options in (dict(data="climbmix"), dict(num_shards=2)):
         with pytest.raises(prepare.Unreachable):
             prepare.prepare(**options)
@@ -418,9 +429,11 @@ def test_without_network_a_clone_goes_on_with_its_own_dataset(climbmix, monkeypa
 
 def test_torch_is_loaded_only_to_find_the_number_of_shards(climbmix, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an error
+    prepare.prepare(num_shards=1)
     with pytest.raises(ImportError):
         prepare.prepare()
-    assert prepare.prepare(num_shards=1) == prepare.prepare()
+    prepare.prepare(num_shards=12)
+    prepare.prepare()
 
 
 def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path, monkeypatch):
