@@ -77,8 +77,11 @@ class Clock:
 
     def stop(self) -> float:
         """Waits for the last step, checks its loss and returns the training time in seconds."""
+        import torch
+
         if self.stopped is None:
-            synchronize()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.stopped = time.perf_counter()
             tell(tokens=self.tokens)
             self._read_loss(last=True)
@@ -102,10 +105,3 @@ class Clock:
             print(f"{line} | epoch {epoch} | {now:.0f} s", flush=True)
             write_record("curve.tsv", f"{step}\t{now:.2f}\t{tokens}\t{mean:.4f}\t{rate}\n", "a")
             self._losses, self._line = [], int(200 * progress)
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -19,9 +19,8 @@ import harness
 from harness import remote
 from harness.clock import Clock
 from harness.columns import SEED, budget_name, clean, seed
-from harness.device import pick_gpu
 from harness.git import git_head, script
-from harness.gpu import GPU, gpu_name
+from harness.gpu import GPU, gpu_name, pick_gpu
 from harness.log import log_result
 from harness.record import night_record, write_record
 from harness.summary import summarize
@@ -79,7 +78,10 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
     clock = Clock(TIME_BUDGET if args.seconds is None else args.seconds, args.tokens)
     by_hand = " and ".join(f"--{name}" for name in ("seconds", "tokens", "gpu") if getattr(args, name) is not None)
     logged = not by_hand or night_record().get("log")
-    row = new_row(args, tokenizer)
+    commit, description = git_head()  # HEAD may move during the run
+    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
+    row = dict(commit=commit, description=description, gpu=gpu_name(args.gpu), dataset=dataset)
+    row |= dict(budget=budget_name(args.seconds, args.tokens), seed=args.seed)
     if logged:
         adopt_dataset(tokenizer.directory)
     print("{gpu}, {budget}, {dataset}, seed {seed}".format(**row), flush=True)
@@ -101,28 +103,17 @@ def train_and_score(train: Callable, args: argparse.Namespace, device, gpu: GPU,
         raise
     finally:
         handle_signals(signal.SIG_IGN)  # a second one must not lose or repeat the row
-        if not logged:
-            status = f"not logged: {by_hand} set by hand (python -m night wave logs it)"
-        elif remote.channel():
-            status = "in results.tsv"  # night logs it
-        else:
+        status = f"not logged: {by_hand} set by hand (python -m night wave logs it)"
+        if logged and not remote.channel():
             status = log_result(**row, **result)
-        status = "in results.tsv" if night_record().get("log") else status  # a wave may change it later
+        if remote.channel() or night_record().get("log"):
+            status = "in results.tsv"  # night logs a locked run, and a wave may change the status later
         summary.setdefault("status", status)  # a crash has set it
         summary |= row
         write_record("summary.json", json.dumps(summary, indent=1, default=str))
         handle_signals(signal.SIG_DFL)
     print("---", *(f"{key + ':':<17} {value}" for key, value in summary.items()), sep="\n", flush=True)
     return model
-
-
-def new_row(args: argparse.Namespace, tokenizer: Tokenizer) -> dict:
-    """What a run's row says from the start: HEAD may move during the run."""
-    commit, description = git_head()
-    dataset = night_record().get("dataset") or dataset_id(tokenizer.directory)  # a locked run cannot read val
-    budget = budget_name(args.seconds, args.tokens)
-    gpu = gpu_name(args.gpu)
-    return dict(commit=commit, description=description, gpu=gpu, dataset=dataset, budget=budget, seed=args.seed)
 
 
 def handle_signals(handler) -> None:

@@ -1,10 +1,13 @@
-"""Which GPU a run has or imitates, and what it needs to know about it."""
+"""Which GPU a run has or imitates, whether its kernels run there, and what an experiment needs to know about it."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from typing import NamedTuple
 
-from harness.flash import flash_for, installed
+from harness.flash import flash_for, install, installed
 from prepare import PrepareError
 
 
@@ -92,3 +95,45 @@ def gpu_name(name: str | None = None) -> str:
     flash = flash_for(gpu.capability)
     slower = f", without {flash.upper()}" if flash and not gpu.flash else ""
     return torch.cuda.get_device_name() + slower + imitated
+
+
+def pick_gpu(name: str | None = None) -> tuple:
+    """The torch device of a run, and imitate(name). Prints what is unusual about the GPU; PrepareError if unusable."""
+    import torch
+
+    if torch.version.hip and torch.cuda.is_available() and name != "cpu":
+        raise PrepareError("kernels.py needs an NVIDIA GPU: on an AMD GPU, use --gpu cpu")
+    gpu = imitate(name)
+    if not gpu.capability:
+        return torch.device("cpu"), gpu
+    check_kernels()
+    p = torch.cuda.get_device_properties()
+    capability, mhz = (p.major, p.minor), p.clock_rate / 1000
+    if name is None and not (capability in FLOPS and mhz):
+        here = "{} (compute capability {}.{}, {:.0f} MHz)".format(p.name, *capability, mhz)
+        guess = "compute capability {}.{}, {:.0f} MHz".format(*known_capability(capability), mhz or MHZ)
+        print(f"Unknown GPU {here}, taken for {guess}, {gpu.peak_flops / 1e12:.0f} TFLOP/s: --gpu NAME overrides")
+    free, total = torch.cuda.mem_get_info()
+    if free < total / 2:
+        print(f"Others use {(total - free) / 2**30:.1f} of this GPU's {total / 2**30:.1f} GiB: memory may run out")
+    if (flash := flash_for(gpu.capability)) and not gpu.flash:
+        print(f"Running without FlashAttention-{flash[-1]}, which is faster: {install(flash)}")
+    return torch.device("cuda"), gpu
+
+
+def check_kernels() -> None:
+    """Raises PrepareError unless this PyTorch has kernels for this GPU and Triton can compile its own."""
+    import torch
+
+    here = torch.cuda.get_device_capability()
+    if here < (7, 0):
+        raise PrepareError(f"compute capability {here} is below 7.0, which Triton needs: use --gpu cpu")
+    built = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    built = [(kind, divmod(int(number), 10)) for kind, number in built]
+    if built and not any(a <= here and (kind == "compute" or a[0] == here[0]) for kind, a in built):
+        # only wheels for CUDA 12.6 have Volta's
+        get = "--index-url https://download.pytorch.org/whl/cu126" if here < (7, 5) else "(the newest)"
+        fix = f"pip install --force-reinstall torch {get}, or use --gpu cpu"
+        raise PrepareError(f"PyTorch {torch.__version__} has no kernels for compute capability {here}: {fix}")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise PrepareError("Triton needs a C compiler on a GPU: install gcc, or set CC")

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 
 from harness import referee
-from harness.clock import synchronize
 
 
 def warm_up(model, step: Callable) -> None:
@@ -32,8 +31,7 @@ def warm_up(model, step: Callable) -> None:
                 tokens = draw((config.device_batch_size, config.seq_len))
                 step(itertools.repeat((tokens, tokens, 0)))
                 model.zero_grad()
-                referee.check(model, draw(referee.eval_shape(config)), config.vocab_size)
-                synchronize()
+                referee.check(model, draw(referee.eval_shape(config)), config.vocab_size)  # waits for the device
                 break
             except RuntimeError as error:
                 if not is_out_of_memory(error) or config.device_batch_size == 1:

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,14 @@ def prepared(corpus, tmp_path_factory) -> Path:
         patch.setenv("AUTORESEARCH_CACHE", str(cache))
         prepare.prepare(str(corpus))
     return cache
+
+
+@pytest.fixture
+def dataset(prepared, tmp_path, monkeypatch) -> Path:
+    """The prepared folder in a cache of the test's own, to be damaged."""
+    shutil.copytree(prepared, tmp_path / "cache")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    return prepare.current_dataset()
 
 
 @pytest.fixture

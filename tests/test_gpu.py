@@ -4,9 +4,7 @@ import getpass
 import importlib
 import os
 import re
-import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -194,34 +192,6 @@ def test_a_gpu_that_cannot_run_is_refused_with_the_remedy_and_the_cpu_runs_witho
     assert harness.this_gpu().peak_flops > 0
     monkeypatch.setattr(torch.cuda, "get_device_properties", None)
     assert harness.pick_gpu("cpu") == (torch.device("cpu"), harness.GPU(None, 0.0, 0, ""))
-
-
-@pytest.mark.parametrize("idle, threads", [(3.9, 4), (2.2, 2), (0.0, 1)])
-def test_a_run_on_a_cpu_leaves_the_cores_that_others_use(idle, threads, monkeypatch, capsys):
-    """Two threads beside two busy processes trained at a sixth of one thread's speed."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", (chosen := []).append)
-    monkeypatch.setattr(harness.device, "idle_cores", lambda: idle)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    harness.pick_gpu("cpu")
-    assert chosen == [threads] * (threads < 4)
-    assert ("Others use this CPU" in capsys.readouterr().out) == (threads < 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    harness.pick_gpu("cpu")
-    assert len(chosen) == (threads < 4), "who sets it, gets it"
-
-
-def test_idle_cores_are_counted_among_those_that_this_process_may_use():
-    burner = [sys.executable, "-c", "while True: pass"]
-    mine = len(os.sched_getaffinity(0))
-    busy = [subprocess.Popen(burner) for _ in range(2 * mine)]
-    try:
-        time.sleep(0.5)
-        assert 0 <= harness.device.idle_cores() < max(1, mine / 4)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize("fa3", [FLASH, ""], ids=["FA3", "no FA3"])

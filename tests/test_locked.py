@@ -82,12 +82,7 @@ LIES = {
         "replaces_the_metric": "harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1",
         "replaces_the_referee": "harness.referee.Predictor.bits_per_byte = lambda *_: 0.1\n"
         "remote.Referee.score = remote.Referee.receive = lambda *_: 0.1",
-        "replaces_the_text": "prepare.eval_batches = prepare.TokenStream.read = None",
-        "replaces_sizes": "prepare.Tokenizer.token_bytes = property(lambda _: [9**9] * 9999, lambda *_: None)",
-        "replaces_arithmetic": "import math; math.log = lambda *_: 1e9\n"
-        "torch.Tensor.logsumexp = lambda x, *_: x[..., :1] * 0",
         "says_another_score": "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
-        "sends_a_score": "remote.tell(val_bpb=0.1, scores={'val': 0.1})",
         "writes_a_row": f"harness.log_result(**{FALSE_ROW})",
         "writes_a_row_later": "if not os.fork():\n    os.setsid(); time.sleep(1)\n"
         f"    harness.log_result(**{FALSE_ROW}); time.sleep(99)",
@@ -109,7 +104,6 @@ LIES = {
     "no row|exit status 1": {"forgets_night": "os.environ.pop('AUTORESEARCH_RUN')"},
     "no score": {
         "asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], eps={}, memory=0)",
-        "asks_for_something_else": "remote.tell(split='val', score=0.1)",
         "sends_no_message": "remote.channel().send_bytes(b'')",
         "counts_in_words": AT_THE_END.format("remote.tell(tokens='many')"),
     },
@@ -150,7 +144,6 @@ FENCED = {
     "reads_val": "next(prepare.cache_dir().glob('*/val_*')).read_bytes()",
     "reads_test": "next(prepare.cache_dir().glob('*/test_*')).read_bytes()",
     "trains_on_val": "next(prepare.make_dataloader(prepare.Tokenizer.from_directory(), 1, 9, 'val'))",
-    "links_to_val": "val = next(prepare.cache_dir().glob('*/val_*')); os.link(val, 'x'); open('x').read()",
     "reads_it_by_another_process": (
         "import subprocess\nsubprocess.run(['cat', *prepare.cache_dir().glob('*/val_*')], check=True)"
     ),
@@ -166,7 +159,6 @@ HONEST_EDITS = {
     "talks_a_lot": "print('warning\\n' * 99_999, file=sys.stderr)",
     "starts_processes": "import subprocess\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)",
     "keeps_a_thread": "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
-    "writes_files": "Path('cache').mkdir(exist_ok=True); Path('cache/a').write_text('a'); os.rename('cache/a', 'b')",
     "fails_when_it_is_scored": "harness.experiment.sample = lambda *_, **__: os._exit(3)",
     "scores_in_one_row": "LM.forward = lambda self, idx: (setattr(self, 'x', 1), self.w.expand(*idx.shape, -1))[1]",
     "threads_of_its_own": "torch.set_num_threads(2)",

@@ -1,4 +1,4 @@
-"""colab.ipynb: what git holds of it, where it takes the code from, and 'Run all' without a GPU."""
+"""colab.ipynb: what git holds of it, where it takes the code from, and what it keeps on Drive."""
 
 import io
 import json
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 from small_corpus import ROOT, copy_files
-
-import harness
 
 NOTEBOOK = ROOT / "colab.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
@@ -179,45 +177,3 @@ def test_the_log_goes_before_anything_large(session, monkeypatch, cell):
     with pytest.raises(OSError, match="no space left"):
         session.cell(cell)
     assert session.logs()[cell == "save"] == [HEADER, row("a"), row("b")]
-
-
-@pytest.mark.slow
-def test_run_all_reaches_a_summary_a_text_and_a_picture_and_keeps_all_on_drive(tmp_path, monkeypatch):
-    reason = "not in the extra [test]: 37 packages, 105 MB"
-    nbclient = pytest.importorskip("nbclient", reason=reason)
-    pytest.importorskip("ipykernel", reason=reason)
-    import nbformat
-
-    clone, drive, binaries = (tmp_path / name for name in ("clone", "drive", "bin"))
-    shutil.copytree(ROOT / "tests", clone / "tests")
-    copy_files(clone)
-    drive.mkdir()
-    where = dict(commit="abcdef0", gpu="cpu", dataset="embedded-0a1b2c3d", path=drive / "results.tsv")
-    for val_bpb in (1.9, 1.8):  # an earlier session's
-        harness.log_result(val_bpb=val_bpb, memory_gb=0.0, description=f"scored {val_bpb}", **where)
-    (clone / "google" / "colab").mkdir(parents=True)
-    (clone / "google" / "colab" / "drive.py").write_text("def mount(path): assert path == '/content/drive'\n")
-    binaries.mkdir()
-    (binaries / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (binaries / "python").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-
-    notebook = nbformat.read(NOTEBOOK, 4)
-    nbformat.validate(notebook)
-    cells = {cell["id"]: cell for cell in notebook.cells}
-    cells["parameters"].source += f"\nSECONDS, DATA, KEEP_ON_DRIVE, DRIVE = 3, 'embedded', True, {str(drive)!r}\n"
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(clone)}}).execute()
-
-    def output(cell: str) -> str:
-        return "".join(out.get("text", "") for out in cells[cell].outputs)
-
-    assert "compute capability" in output("gpu") or "no GPU" in output("gpu")
-    assert "ready: embedded-" in output("prepare")
-    assert "val_bpb:" in output("train") and "not logged" in output("train") and "The model writes:" in output("train")
-    assert output("rows").splitlines()[1].startswith("1.800000  keep")
-    assert any("image/png" in out.get("data", {}) for out in cells["picture"].outputs)
-    assert "modelled T4" in output("t4")
-    assert "no second GPU" in output("wave")
-    assert {"cache", "results.tsv"} <= {path.name for path in drive.iterdir()}
-    assert list(drive.glob("cache/embedded*/train_00000.bin"))

@@ -30,11 +30,6 @@ def fails(capsys, monkeypatch, *args: str) -> str:
     return exit.value.code
 
 
-def test_an_empty_data_is_no_request_for_the_current_dataset(prepared):
-    with pytest.raises(PrepareError, match="--data is empty"):
-        prepare.prepare("")
-
-
 def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monkeypatch):
     """Whenever the power fails."""
     path, replace = tmp_path / "file", os.replace
@@ -58,6 +53,7 @@ def bad_parquet(path: Path, content) -> None:
 @pytest.mark.parametrize(
     ("make", "args", "remedy"),
     [
+        (None, ["--data", ""], "--data is empty"),
         (None, ["--data", "climbmax"], "spelling"),
         (None, ["--data", __file__], "a file's folder"),
         (None, ["--data", "{}"], "convert what is there, or give another folder"),
@@ -88,16 +84,13 @@ def test_no_data_prepared_names_the_command(tmp_path, monkeypatch):
             call()
 
 
-def test_a_dataset_not_prepared_to_the_end_is_not_used(prepared, tmp_path, monkeypatch):
-    shutil.copytree(prepared, tmp_path / "cache")
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    tokenizer = Tokenizer.from_directory()
-    for content in (None, b"", b"0\n", b"-1\n", b"1e9\n", b"99999999\n"):
-        (tokenizer.directory / "train_shards").unlink(missing_ok=True)
-        if content is not None:
-            (tokenizer.directory / "train_shards").write_bytes(content)
-        with pytest.raises(PrepareError, match=r"rerun the prepare\.py command"):
-            next(prepare.make_dataloader(tokenizer, 1, 8, "train"))
+@pytest.mark.parametrize("content", [None, b"", b"0\n", b"-1\n", b"1e9\n", b"99999999\n"])
+def test_a_dataset_not_prepared_to_the_end_is_not_used(dataset, content):
+    (dataset / "train_shards").unlink()
+    if content is not None:
+        (dataset / "train_shards").write_bytes(content)
+    with pytest.raises(PrepareError, match=r"rerun the prepare\.py command"):
+        next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train"))
 
 
 def test_windows_longer_than_the_split_are_refused_before_the_first_batch(tokenizer):
@@ -107,13 +100,10 @@ def test_windows_longer_than_the_split_are_refused_before_the_first_batch(tokeni
         next(prepare.make_dataloader(tokenizer, 1, total, "val", "cpu"))
 
 
-def test_shards_of_another_tokenizer_are_refused_and_made_again(prepared, corpus, tmp_path, monkeypatch):
-    shutil.copytree(prepared, tmp_path / "cache")
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
-    folder = prepare.current_dataset()
-    lines = (folder / "tokenizer.txt").read_bytes().splitlines()
-    swapped = [lines[-1].split()[0] + b" " + lines[-2].split()[1], lines[-2].split()[0] + b" " + lines[-1].split()[1]]
-    (folder / "tokenizer.txt").write_bytes(b"\n".join([*lines[:-2], *swapped]) + b"\n")
+def test_shards_of_another_tokenizer_are_refused_and_made_again(dataset, corpus):
+    *lines, first, second, end = (dataset / "tokenizer.txt").read_bytes().split(b"\n")
+    (a, rank), (b, next_rank) = first.split(), second.split()
+    (dataset / "tokenizer.txt").write_bytes(b"\n".join([*lines, b + b" " + rank, a + b" " + next_rank, end]))
     with pytest.raises(PrepareError, match="made by another tokenizer; delete it"):
         next(prepare.make_dataloader(Tokenizer.from_directory(), 1, 8, "train", "cpu"))
     prepare.prepare(str(corpus))
@@ -326,13 +316,8 @@ def test_two_at_once_wait_for_each_other(served, undisturbed, tmp_path):
 # Token shards and tokenizer
 
 
-@pytest.fixture
-def shard(tokenizer, tmp_path) -> Path:
-    """A copy to be damaged."""
-    return Path(shutil.copy(tokenizer.directory / "val_00000.bin", tmp_path))
-
-
-def test_a_shard_of_another_length_than_it_says_or_of_another_version_is_refused(shard, tokenizer):
+def test_a_shard_of_another_length_than_it_says_or_of_another_version_is_refused(dataset):
+    shard, fingerprint = dataset / "val_00000.bin", Tokenizer(dataset).fingerprint
     good = shard.read_bytes()
     lengths = (0, 1, 100, prepare.HEADER.size, prepare.HEADER.size + 2, len(good) // 2, len(good) - 2, len(good) - 1)
     other, bodies = good[24:], [good[:n] for n in lengths]
@@ -340,16 +325,13 @@ def test_a_shard_of_another_length_than_it_says_or_of_another_version_is_refused
     for bad in (*bodies, *sizes, b"token shards, v1" + good[16:], good + b"\0\0"):
         shard.write_bytes(bad)
         with pytest.raises(PrepareError, match="delete it, rerun"):
-            prepare.open_shard(shard, tokenizer.fingerprint)
+            prepare.open_shard(shard, fingerprint)
 
 
-def test_verify_finds_a_damaged_body(prepared, tmp_path, monkeypatch, capsys):
-    cache = Path(shutil.copytree(prepared, tmp_path / "cache"))
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
+def test_verify_finds_a_damaged_body(dataset, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--verify"])
     prepare.main()
-    (victim,) = cache.rglob("train_00001.bin")
-    with victim.open("r+b") as file:
+    with (dataset / "train_00001.bin").open("r+b") as file:
         file.seek(1000)
         file.write(b"!!!")
     said = fails(capsys, monkeypatch, "--verify")
