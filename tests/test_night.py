@@ -394,7 +394,7 @@ def history(monkeypatch, tmp_path):
     def git(what: str, *args: str, **_) -> str:
         if what == "cat-file":
             return ""
-        return commits if what == "rev-list" else args[-1][0].replace("H", "d") * 40
+        return commits if what == "rev-list" else args[-2][0].replace("H", "d") * 40 + " x"
 
     monkeypatch.setattr(git_of_night, "git", git)
 
@@ -465,7 +465,7 @@ def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(gaine
     scratch.shell("git mv train.py model.py; git commit -qm renamed")
     gains = Gains(scratch.kind, "night", None, list)
     gains.settle(1, base, scratch.rows()[-1])
-    gains.advance(pending=False, over=False)
+    gains.advance(over=False)
     assert scratch.shell("git show HEAD:train.py") == "A = 2" and reference(scratch.kind) == idea
     assert "which no run has kept, stays in the history only" in capsys.readouterr().out
 
