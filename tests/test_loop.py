@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
-from small_corpus import ROOT
 from test_wave import TWO_SLOTS, Clone
 
 import harness
@@ -433,17 +432,6 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     assert "failed: exit status 1: Error: 401 Unauthorized" in proposals.verdicts().values()
 
 
-@pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
-def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(played):
-    box, stolen = played.folder.with_name("box"), played.folder.with_name("stolen")
-    box.write_text(re.search(r"> ~/box <<'END'\n(.*?)END\n", (ROOT / "docs/loop.md").read_text(), re.S)[1])
-    box.chmod(0o755)
-    work = f"grep -q researcher {{prompt}}; echo x > /tmp/own; echo idea > IDEA; touch {stolen} {ROOT}/stolen && exit 1"
-    agent = f"sh -ec \"{work}; sed -i 's/A = 30/A = 29/' train.py; git diff --quiet && exit 1; true\""
-    played.night(args=[f"--agent={box} {agent}", "--runs=1", "--hours=0.1"])
-    assert played.tried() == [("idea", "keep")] and not stolen.exists() and not (ROOT / "stolen").exists()
-
-
 def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
     """3,000 rows, in seconds; what was kept on this branch stays."""
     header = harness.HEADER + "\n"
@@ -681,13 +669,12 @@ def test_a_clone_may_be_a_folder_of_another_repository(played, monkeypatch):
     assert played.shell("git ls-tree -r --name-only HEAD").count("train.py") == 1
 
 
-@pytest.mark.parametrize("removed", ["runs", "runs/proposals"])
-def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd, removed):
+def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd):
     start = played.puppet
 
     def puppet(*args):
         agent = start(*args)
-        shutil.rmtree(played.folder / removed, ignore_errors=True)
+        shutil.rmtree(played.folder / "runs", ignore_errors=True)
         return agent
 
     played.puppet = puppet
