@@ -52,7 +52,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
     add("--agent-limit", type=duration, default=600, metavar="SECONDS", help="for each call (600)")
     add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
-    add("--sandbox", default="", metavar="COMMAND", help="prefix for the agent's command")
     add("--hours", type=float, default=8.0, help="length of the night (8)")
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
     add("--report", action="store_true", help="write a report at the end")

@@ -78,6 +78,9 @@ class Agent(NamedTuple):
                 return self.name + idea
         return ""
 
+    def clear(self) -> None:
+        shutil.rmtree(self.work.parent, ignore_errors=True)
+
     def train(self) -> bytes:
         return plain(self.work / "train.py").replace(b"\r\n", b"\n")
 
@@ -106,7 +109,7 @@ def check_command(command: str) -> None:
     except (ValueError, IndexError):  # an open quote; nothing, perhaps from a variable that is not set
         program = ""
     if not shutil.which(program) or ("/" in program and not program.startswith("/")):
-        raise PrepareError(f"{command!r} is no command: --agent and --sandbox need a program's name or absolute path")
+        raise PrepareError(f"{command!r} is no command: --agent needs a program's name or absolute path")
 
 
 def start(args: argparse.Namespace, name: str, command: str, base: str, branch: str, text: str, now: float) -> Agent:
@@ -117,12 +120,11 @@ def start(args: argparse.Namespace, name: str, command: str, base: str, branch: 
         n, prompt = new_proposal(branch), work.with_name("PROMPT.md")
         for path in (prompt, folder(n) / "prompt.md"):
             path.write_text(text, "utf-8")
-        words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(f"{args.sandbox} {command}")]
-        task = dict(command=words, parent=os.getpid(), limit=args.agent_limit)
-        task |= dict(log=str(folder(n) / "agent.log"), cwd=str(work))
-        ours = harness.clean_environment()
-        passed = [*ENVIRONMENT, *args.agent_env.split(",")]
-        task["env"] = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+        words = [word.replace("{prompt}", str(prompt)) for word in shlex.split(command)]
+        ours, passed = harness.clean_environment(), [*ENVIRONMENT, *args.agent_env.split(",")]
+        env = {key: ours[key] for key in passed if key in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+        task = dict(command=words, parent=os.getpid(), limit=args.agent_limit, cwd=str(work), env=env)
+        task["log"] = str(folder(n) / "agent.log")
         ours["NIGHT_AGENT"] = json.dumps(task)  # it may have API keys: no argument, which `ps` would show
         with open(prompt) as stdin:
             options = dict(cwd=ROOT, env=ours, stdin=stdin, start_new_session=True)

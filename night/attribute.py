@@ -111,13 +111,13 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
         return done[once], seeds[once], score_runs(trainer, runs)
 
     try_changes(changes, measure)
-    lines = ["| change | mean cost of removal, val | standard error | test | verdict |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    lines = [
+        "| change | mean cost of removal, val | standard error | test | verdict |\n| --- | --- | --- | --- | --- |"
+    ]
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.error:.4f} | {change.test:+.4f}".replace("+nan", "").replace("nan", "")
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {numbers} | {change.verdict} |")
-
     text = f"`real`: on val; up to {LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without "
     text += "the other changes."
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]

@@ -1,12 +1,12 @@
 """Gains that wait: which becomes the reference next, and which are merged with it and trained again."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import harness
 from night.git import compiled, git, in_history, move_branch, new_commit, read_train, revert, train_blobs
-from night.proposals import AGAIN, new_proposal, note, program
+from night.proposals import AGAIN, new_proposal, note
 from night.rows import Kind, good, reference, scores, set_status
 
 
@@ -21,22 +21,15 @@ class Gain(NamedTuple):
     size: float
 
 
-def next_step(reference: str, gains: list[Gain], pending: bool, over: bool) -> list[Gain]:
-    """The gains to go on with, [] for now if none: one over the reference becomes the reference, others are merged with
-    it and trained again. pending: anything is being trained; over: no more proposals will come.
-
-    The largest gain comes first. Meanwhile the others wait, or small gains would overtake a large one again and again.
-    After the night, all are merged at once.
-    """
-    gains = sorted(gains, key=lambda gain: gain.size, reverse=True)
-    if on_top := [gain for gain in gains if gain.base == reference]:
-        return on_top[:1]
-    if not over:
-        return gains[:1]
-    return [] if pending else gains
+def next_step(reference: str, gains: Iterable[Gain], over: bool) -> list[Gain]:
+    """The gains to go on with: the largest over the reference, which becomes the reference, else the largest, which is
+    merged with it and trained again. The others wait meanwhile, or small gains would overtake a large one again and
+    again. When the night is over, all are merged at once."""
+    gains = sorted(gains, key=lambda gain: (gain.base == reference, gain.size), reverse=True)
+    return gains if over and gains and gains[0].base != reference else gains[:1]
 
 
-def merge(text: bytes, gains: list[Gain], read) -> tuple[bytes, list[Gain]]:
+def merge(text: bytes, gains: list[Gain], read: Callable) -> tuple[bytes, list[Gain]]:
     """The text with the changes of all gains that neither conflict with what it has by then nor break it; and these
     gains. read(commit): its train.py."""
     merged = []
@@ -56,53 +49,52 @@ class Gains:
         self.gains: dict[int, Gain] = {}  # those that wait, by number
 
     def settle(self, n: int, base: str, row: dict) -> None:
+        """Notes what has come of a proposal; a gain waits."""
         waits = row["status"] == "keep" and not in_history([row])
         note(n, f"{'waits' if waits else row['status']}: {row['commit']}")
         if waits:
             size = self.score(base) - row["val_bpb"]
             self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
 
-    def advance(self, pending: bool, over: bool) -> None:
-        """Makes gains the reference, or trains them again on top of it: see `next_step`."""
+    def advance(self, over: bool) -> None:
+        """Makes gains the reference, or has them trained again on top of it: see `next_step`."""
         while self.gains and not any(AGAIN in run.description for run in self.runs()):
             kept = {row["commit"] for row in self.kind.rows() if row["status"] == "keep"}
-            self.decided("discard", *[gain for gain in self.gains.values() if gain.commit not in kept])  # by a person
+            for gain in [gain for gain in self.gains.values() if gain.commit not in kept]:  # by a person
+                self.decide(gain, "discard")
             now = reference(self.kind)
-            gains = next_step(now, [*self.gains.values()], pending, over)
-            if not gains:
+            if not (gains := next_step(now, self.gains.values(), over)):
                 break
             if gains[0].base == now:
-                self.move(gains[0])
-                self.decided("keep", gains[0])
+                self.keep(gains[0])
             else:
-                self.merge(now, gains)
+                self.train_again(now, gains)
 
-    def merge(self, now: str, gains: list[Gain]) -> None:
-        first, before = gains[0], read_train(now)
-        text, merged = merge(before, gains, read_train)
-        if first not in merged and first.bpb < self.score(now):
-            self.move(first)
-            self.decided("keep", first)
-        elif first not in merged:
-            self.decided(f"keep, but it conflicts with {now}, which is better", first)
-        elif program(text) == program(before):
-            self.decided(f"keep, and part of {now}", *merged)
-        else:
+    def train_again(self, now: str, gains: list[Gain]) -> None:
+        """Has gains over older references trained on top of the present one, `now`. If the first one conflicts with it,
+        the better of the two is the reference."""
+        first, (text, merged) = gains[0], merge(read_train(now), gains, read_train)
+        if first in merged:
+            n = new_proposal(self.branch)
             idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
-            self.propose(n := new_proposal(self.branch), now, text, f"{idea}{AGAIN}{now}")
-            self.decided(f"keep, and again on {now} as proposal {n}", *merged)
+            self.propose(n, now, text, f"{idea}{AGAIN}{now}")
+            for gain in merged:
+                self.decide(gain, f"keep, and again on {now} as proposal {n}")
+        elif first.bpb < self.score(now):
+            self.keep(first)
+        else:
+            self.decide(first, f"keep, but it conflicts with {now}, which is better")
 
-    def decided(self, verdict: str, *gains: Gain) -> None:
-        for gain in gains:
-            note(gain.n, f"{verdict}: {gain.commit}")
-            self.gains.pop(gain.n, None)
+    def decide(self, gain: Gain, verdict: str) -> None:
+        note(gain.n, f"{verdict}: {gain.commit}")
+        self.gains.pop(gain.n)
 
     def score(self, commit: str) -> float:
         """val_bpb with the seed of all experiments; 0.0 if there is none."""
         return scores(good(self.kind.rows(), commit)).get(harness.SEED, 0.0)
 
-    def move(self, gain: Gain) -> None:
-        """Moves the night's branch to a kept commit, and train.py here, too, unless somebody has edited it."""
+    def keep(self, gain: Gain) -> None:
+        """Moves the night's branch to a gain, and train.py here, too, unless somebody has edited it."""
         commit, now = gain.commit, reference(self.kind)
         head = git("rev-parse", f"refs/heads/{self.branch}")
         set_status(commit, self.kind, "keep")  # its row may be older than that of the reference
@@ -120,3 +112,4 @@ class Gains:
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")
             commit = new_commit(head, read_train(commit), f"keep {gain.subject}", commit)
         move_branch(self.branch, commit, head)
+        self.decide(gain, "keep")

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import harness
-from prepare import PrepareError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,10 +37,8 @@ def revisions(names: list[str]) -> list[tuple[str, str]]:
 
 
 def commit_of(revision: str) -> str:
-    """A revision's 7-digit commit hash. Raises PrepareError if there is none."""
-    if commit := git("rev-parse", "--verify", "-q", f"{revision}^{{commit}}", check=False):
-        return commit[:7]
-    raise PrepareError(f"there is no commit {revision}")
+    """A revision's 7-digit hash."""
+    return revisions([revision])[0][0]
 
 
 def train_blobs(names: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ import difflib
 import itertools
 import math
 import re
-import shutil
 import subprocess
 from collections import Counter
 from contextlib import suppress
@@ -18,9 +17,9 @@ from night.gains import Gains
 from night.git import branch, commit_train, git, in_history, print_doubts, read_train, revisions
 from night.noise import noise_versions
 from night.pool import Run
-from night.proposals import AGAIN
+from night.proposals import AGAIN, note
 from night.report import report
-from night.rows import experiments, good, grouped, reference, set_status
+from night.rows import experiments, good, reference, set_status
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
@@ -31,7 +30,7 @@ SHOWN = 5  # refused proposals that the prompt shows
 
 def loop(args: argparse.Namespace) -> None:
     """Asks agents and trains what they propose until the night is over; prints a summary."""
-    for command in [*filter(None, [args.sandbox]), *args.agent]:
+    for command in args.agent:
         agents.check_command(command)
     if not branch():
         raise PrepareError("HEAD is on no branch: git checkout -b autoresearch/TAG first")
@@ -45,7 +44,10 @@ def loop(args: argparse.Namespace) -> None:
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if trainer.train([Run(*version) for version in [*revisions([base]), *noise]], base)[0]["status"] == "crash":
+        if (
+            trainer.train([Run(*version, base=base) for version in [*revisions([base]), *noise]])[0]["status"]
+            == "crash"
+        ):
             raise PrepareError(f"the reference crashes: python -m night show {base} says why")
         for commit, _ in noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky
@@ -63,14 +65,11 @@ class Loop:
     def __init__(self, args: argparse.Namespace, trainer: Trainer):
         self.args, self.trainer, self.kind, self.branch = args, trainer, trainer.kind, branch()
         self.max_agents = args.agents or trainer.slots
-        several = len(args.agent) > 1
-        self.turns = itertools.cycle([(f"agent {i}: " * several, agent) for i, agent in enumerate(args.agent, start=1)])
+        names = [f"agent {i}: " for i in range(1, 1 + len(args.agent))] if len(args.agent) > 1 else [""]
+        self.turns = itertools.cycle(zip(names, args.agent, strict=True))
         self.agents: list[agents.Agent] = []
-        self.rows: list[dict] = []  # of runs that have ended, until they are settled
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
-        self.proposed: dict[str, tuple[int, str]] = {}  # number and base of what trains, by commit
-        self.resumed = False
-        self.trained = self.crashed = 0  # runs of this night; crashes in a row
+        self.trained = self.crashed = 0  # proposals that have a row; crashes in a row
         self.in_vain = 0  # agents in a row whose proposal is not trained
         self.start = self.next_ask = monotonic()
 
@@ -95,24 +94,19 @@ class Loop:
     def turn(self) -> bool:
         """Returns whether there is more to do. After an error it can be repeated: nothing is done twice, or lost."""
         for _, row in self.trainer.ended():
-            self.trained += 1
             if self.crashed < CRASHED:  # else the loop is about to end
                 self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
-            self.rows.append(row)
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}, which is not checked out")
-        if not self.resumed:
-            self.resume()
-        while self.rows:
-            self.gains.settle(*self.proposed[self.rows[0]["commit"]], self.rows[0])
-            self.rows.pop(0)
+        self.settle()
         if self.over():
             self.end_agents()
             todo = self.trainer.todo  # what an agent has proposed is left to the next loop
-            todo[:] = [item for item in todo if AGAIN in item[0].description]
+            todo[:] = [run for run in todo if AGAIN in run.description]
         for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
             self.judge(agent)
-        self.gains.advance(bool(self.trainer.pending), bool(self.over()))
+        if not (self.over() and self.trainer.pending):  # after the night, the gains of all runs are merged at once
+            self.gains.advance(bool(self.over()))
         self.trainer.fill()
         while self.may_ask():
             self.ask()
@@ -122,32 +116,28 @@ class Loop:
 
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""
-        return [*self.trainer.pending, *(run for run, _ in self.trainer.todo)]
+        return [*self.trainer.pending, *self.trainer.todo]
 
-    def resume(self) -> None:
-        """Trains and settles what an earlier loop left unfinished."""
-        known = grouped(self.kind.rows(), lambda row: row["commit"])
-        self.trained, self.trainer.todo = 0, []
-        for commit, (n, base, subject) in proposals.accepted(self.branch).items():
-            rows = known.get(commit, [])
-            self.trained += bool(rows)
+    def settle(self) -> None:
+        """Settles proposals whose run has ended, and trains what an earlier loop has left."""
+        accepted, known = proposals.accepted(self.branch), {row["commit"]: row for row in self.kind.rows()}
+        self.trained, at_work = len(accepted.keys() & known.keys()), {run.commit for run in self.runs()}
+        for commit, (n, base, subject) in accepted.items():
             if proposals.verdict(n).startswith(("keep", "discard", "crash")):
                 continue
-            if rows:
-                self.gains.settle(n, base, rows[-1])
-            elif in_history([dict(commit=base, status="")]):  # else of an earlier branch of this name
+            if commit in known:
+                self.gains.settle(n, base, known[commit])
+            elif commit not in at_work and in_history([dict(commit=base, status="")]):  # not of an earlier branch
                 self.accept(n, commit, base, subject)
-        self.resumed = True
 
     def hours_left(self) -> float:
         return self.args.hours - (monotonic() - self.start) / 3600
 
     def over(self) -> str:
         """The reason to ask no more agents, or ""."""
-        args = self.args
         if self.hours_left() <= 0:
             return "the hours are over"
-        if args.runs and self.trained >= args.runs:
+        if self.args.runs and self.trained >= self.args.runs:
             return f"{self.trained} runs"
         return f"{CRASHED} runs in a row crashed" if self.crashed >= CRASHED else ""
 
@@ -172,7 +162,7 @@ class Loop:
         provider's limit, one counts."""
         trains = False
         if reason := agent.failure(self.args.agent_limit):
-            proposals.note(agent.n, f"failed: {reason}")
+            note(agent.n, f"failed: {reason}")
             print(f"failed   proposal {agent.n}: {reason} ({proposals.folder(agent.n)}/agent.log)")
         else:
             others = [name for name in agent.changed() if name != "train.py"]
@@ -181,7 +171,7 @@ class Loop:
             idea = (agent.idea() or "fewer lines") + f" (exit status {code})" * bool(code)
             trains = self.propose(agent.n, agent.base, agent.train(), idea, changes)
         self.agents.remove(agent)
-        shutil.rmtree(agent.work.parent, ignore_errors=True)
+        agent.clear()
         if trains:
             self.in_vain, self.next_ask = 0, monotonic()
         elif agent.asked >= self.next_ask:
@@ -190,33 +180,31 @@ class Loop:
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
         """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
-        before = read_train(base)
+        before, rows = read_train(base), self.kind.rows()
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
             old, new = (version.decode(errors="replace").splitlines() for version in (before, text))
             lines = difflib.unified_diff(old, new, lineterm="")
             (proposals.folder(n) / "train.diff").write_text("".join(f"{line}\n" for line in lines), "utf-8")
-        rows = self.kind.rows()
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
-            proposals.note(n, f"refused: {reason}")
+            note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
             self.accept(n, commit_train(base, text, idea, f"{proposals.REFS(self.branch)}{n}"), base, idea)
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
-        proposals.note(n, f"trains as {commit}")
-        self.proposed[commit] = n, base
+        note(n, f"trains as {commit}")
         todo = self.trainer.todo
-        todo.insert(0 if AGAIN in subject else len(todo), (Run(commit, subject), base))
+        todo.insert(0 if AGAIN in subject else len(todo), Run(commit, subject, base=base))
 
     def end_agents(self) -> None:
         for agent in self.agents:
             agent.process.terminate()
-        for agent in self.agents:
+        while self.agents:
+            agent = self.agents.pop()
             agent.process.wait()
-            shutil.rmtree(agent.work.parent, ignore_errors=True)
-        self.agents.clear()
+            agent.clear()
 
     def summary(self) -> str:
         words = Counter(re.split(r"\W", text)[0] for text in proposals.verdicts().values() if text != proposals.ENDED)

@@ -27,11 +27,12 @@ for i in range(torch.cuda.device_count()):
 
 
 class Run(NamedTuple):
-    """One run. Commit and seed identify it in results.tsv."""
+    """One run. Commit and seed identify it in results.tsv. base: the commit to beat, "" if there is none."""
 
     commit: str
     description: str
     seed: int = harness.SEED
+    base: str = ""
 
     @property
     def name(self) -> tuple[str, int]:

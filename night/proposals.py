@@ -19,9 +19,18 @@ AGAIN = ", again on "  # in the subject of a change that is merged with a newer 
 REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
-# For the throw-away repository of a checkout, whatever the user has told git
-SETTINGS = "user.name=night user.email=night@localhost core.autocrlf=false core.attributesFile=/dev/null".split()
-SETTINGS += "core.hooksPath=/dev/null commit.gpgSign=false".split()
+# Of the throw-away repository of a checkout, whatever the user has told git
+CONFIG = """
+[user]
+name = night
+email = night@localhost
+[core]
+autocrlf = false
+attributesFile = /dev/null
+hooksPath = /dev/null
+[commit]
+gpgSign = false
+"""
 
 
 # ------------------------------------------------------------------------------------------------ folders and verdicts
@@ -69,8 +78,8 @@ def checkout(work: Path, commit: str) -> dict[str, bytes]:
     subprocess.run(["tar", "-x", "-C", work], input=files, check=True, stderr=subprocess.PIPE)
     contents = {str(path.relative_to(work)): plain(path) for path in work.rglob("*") if path.is_file()}
     harness.run_git("init", "-q", "--template=", cwd=work)
-    for setting in SETTINGS:
-        harness.run_git("config", *setting.split("="), cwd=work)
+    with open(work / ".git" / "config", "a") as file:
+        file.write(CONFIG)
     harness.run_git("add", "-A", cwd=work)
     harness.run_git("commit", "-q", "-m", "reference", cwd=work)
     return contents
@@ -93,12 +102,10 @@ def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) 
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
-    same = [commit for commit in known if program_of(commit) == program(text)]
-    if same:
+    if same := [commit for commit in known if program_of(commit) == program(text)]:
         return f"the same train.py as {same[0]}, but for comments and whitespace"
     if live is not None and program(text, live) == program(before, live):
-        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
-        return f"it changes only sizes of other GPUs: {used}"
+        return f"it changes only sizes of other GPUs: here SIZES[{live}] counts"
     return ""
 
 
@@ -113,8 +120,8 @@ def live_row(rows: list[dict]) -> int | None:
 
 def program(text: bytes, live: int | None = None) -> str:
     """Equal for files that differ in comments, docstrings and layout only. live: also in the sizes, but not the FLOP/s,
-    of other rows of SIZES; if SIZE is set, in any rows."""
-    if not (tree := parse(text)):
+    of other rows of SIZES."""
+    if not (tree := compiled(text, ast.PyCF_ONLY_AST)):
         return str(text.split())  # its words
     for node in ast.walk(tree):
         match getattr(node, "body", None):
@@ -122,15 +129,8 @@ def program(text: bytes, live: int | None = None) -> str:
                 node.body = rest
         match node:
             case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
-                kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
-                node.value.elts = [] if sets_size(tree) else kept
+                node.value.elts = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
     return ast.dump(tree)
-
-
-def sets_size(tree: ast.Module) -> bool:
-    """Whether a train.py sets SIZE, which replaces SIZES."""
-    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache
@@ -139,7 +139,3 @@ def program_of(commit: str) -> str:
     with suppress(subprocess.CalledProcessError):
         return program(read_train(commit))
     return ""
-
-
-def parse(text: bytes) -> ast.Module | None:
-    return compiled(text, ast.PyCF_ONLY_AST)

@@ -11,9 +11,7 @@ from night.git import create_ref, git, in_history
 from night.noise import MISS, interval, miss_of_look
 from night.plot import plot
 from night.pool import Run
-from night.records import paces
 from night.rows import Kind, experiments, good, pairs, scores
-from night.show import SLOWER
 from night.wave import Trainer, start_pool
 from prepare import PrepareError
 
@@ -32,9 +30,8 @@ def report(args: argparse.Namespace, pool=None, kind: Kind | None = None) -> Non
     if not rows:
         raise PrepareError(f"results.tsv has no experiment on {kind}")
     kept = lineage(in_history([row for row in rows if row["status"] == "keep"]))
-    title = f"{kind}: {len(rows)} experiments, {len(kept)} kept on this branch, {sum(map(crashed, rows))} crashed."
-    print(title)
-    parts = [title]
+    parts = [f"{kind}: {len(rows)} experiments, {len(kept)} kept on this branch, {sum(map(crashed, rows))} crashed."]
+    print(parts[0])
 
     def write(text: str) -> None:
         """Appends to the report, so that a part is safe before the next one is begun."""
@@ -46,8 +43,8 @@ def report(args: argparse.Namespace, pool=None, kind: Kind | None = None) -> Non
         write("Fewer than two revisions were kept on this branch: there is no gain to report.")
     else:
         trainer = Trainer(args, pool, kind._replace(report=True))
+        ends = [kept[0]["commit"], kept[-1]["commit"]]
         runs = [Run(row["commit"], row["description"], seed) for seed in seeds for row in (kept[0], kept[-1])]
-        ends = kept[0]["commit"], kept[-1]["commit"]
         trained = trainer.train(runs)
         write(gains(kept[0], kept[-1], rows, trained, *remember_look(*ends, trained, kind.dataset)))
         if args.attribute:
@@ -63,19 +60,17 @@ def gains(
 
     look, earlier: see `remember_look`."""
     lines = [
-        "First kept: {commit}, {description}. ".format(**first)
-        + "Last kept: {commit}, {description}.\n".format(**last),
+        f"First kept: {first['commit']}, {first['description']}. Last kept: {last['commit']}, {last['description']}.\n",
         "| bits per byte | first kept | last kept | gain | standard error |\n| --- | --- | --- | --- | --- |",
     ]
 
-    def add_line(name: str, both: list[tuple[float, float]], error: str = "") -> float:
+    def add_line(name: str, both: list[tuple[float, float]], error: str = "") -> None:
         before, after = map(statistics.mean, zip(*both, strict=True))
         lines.append(f"| {name} | {before:.4f} | {after:.4f} | {before - after:.4f} | {error} |")
-        return before - after
 
     ends, found = (first["commit"], last["commit"]), {}
-    both = pairs(night, *ends)
-    logged = add_line("val, as logged", both) if both else 0.0  # if no seed trained both
+    if both := pairs(night, *ends):  # else no seed has trained both
+        add_line("val, as logged", both)
     for split in ("val", "test"):
         if len(both := pairs(rows, *ends, split)) >= 2:
             found[split] = interval([a - b for a, b in both], miss_of_look(look))
@@ -93,25 +88,18 @@ def gains(
         f"\nOn {where} the gain's {level} confidence interval is {low:.4f} to {high:.4f}: {verdict}.",
         f"This is look {look} at it. The next one, with --seeds {2 * len(both)}, has a {then} interval, so that all "
         f"looks together are wrong in at most {MISS:.0%} of nights.",
+        "The errors cover seeds, not texts, and val is the text by which the night has chosen.",
     ]
-    gain, error, *_ = found["val"]
-    if (luck := min(logged, logged - gain)) > error:
-        lines.append(f"Of the gain as logged, {luck:.4f} did not come back with new seeds.")
-    lines.append("The errors cover seeds, not texts, and val is the text by which the night has chosen.")
     for commit in ends:
         if lost := {row["seed"] for row in rows if row["commit"] == commit} - scores(good(rows, commit)).keys():
             lines.append(f"{commit} crashed with {len(lost)} of the seeds: the numbers are those of the others.")
-    before, after = (paces(good(rows, commit)) for commit in ends)
-    if before and after and (times := min(after) / max(before)) > SLOWER:  # runs that share a GPU take longer
-        lines.append(f"It takes {times:.2f} times as long for its tokens: in a fixed time it would see fewer.")
     return "\n".join(lines)
 
 
 def remember_look(first: str, last: str, rows: list[dict], dataset: str) -> tuple[int, list[str]]:
     """Which look at this gain it is, counted by numbers of seeds; and the pairs of commits before, in the last one's
     history, whose reports have scored test text. Refs below refs/night/reports/ remember both."""
-    name, seeds = f"{first}-{last}", len(pairs(rows, first, last))
-    folder = f"refs/night/reports/{dataset}/"
+    name, seeds, folder = f"{first}-{last}", len(pairs(rows, first, last)), f"refs/night/reports/{dataset}/"
     refs = git("for-each-ref", f"--merged={last}", "--format=%(refname)", folder).split()
     found = [ref.removeprefix(folder).split("/") for ref in refs]
     looks = {int(seeds): int(look) for other, look, seeds in found if other == name}

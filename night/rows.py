@@ -95,8 +95,7 @@ def pairs(rows: list[dict], first: str, last: str, split: str = "val") -> list[t
 def reference(kind: Kind) -> str:
     """The commit that the next experiment of a kind starts from: that of the last kept row, else of the first row.
 
-    Only rows in HEAD's history count, and no crashes. Without any: the reference of the five-minute runs, else HEAD.
-    """
+    Only rows in HEAD's history count, and no crashes. Without any: the reference of the five-minute runs, else HEAD."""
     for each in (kind, five_minutes(kind)):
         rows = [row for row in in_history(each.rows()) if not crashed(row)]
         if rows:
@@ -134,7 +133,7 @@ def change_status(rows: Iterable[dict], status: str, by: str = "night") -> list[
 
 
 def move_to_end(log: list[dict], rows: list[dict]) -> None:
-    """The last kept row is the reference."""
+    """As the last kept row is the reference."""
     log[:] = [other for other in log if not any(other is row for row in rows)] + rows
 
 

@@ -34,16 +34,15 @@ class ExpectedRow:
 
     def __init__(self, args: argparse.Namespace):
         """Records commit and description now, as they may change during the run."""
-        record = harness.night_record()
-        self.needed = record.get("log") or not train_options(args)  # no row for a budget set by hand
-        self.args, self.dataset = args, prepare.dataset_id()
-        record["commit"], record["description"] = harness.git_head()
-        self.folder = Path(record.get("folder", os.devnull))
+        self.args, self.dataset, self.record = args, prepare.dataset_id(), harness.night_record()
+        self.needed = self.record.get("log") or not train_options(args)  # no row for a budget set by hand
+        commit, description = harness.git_head()
+        self.folder = Path(self.record.get("folder", os.devnull))
         if not self.folder.is_dir():  # no pool has made one that this machine can see
             with suppress(OSError):  # disk full: go on without a record
-                self.folder = new_record(record["commit"], args.seed, args.gpu, args.budget)
-        record["folder"] = str(self.folder)
-        self.record, self.copy = record, os.memfd_create("row")
+                self.folder = new_record(commit, args.seed, args.gpu, args.budget)
+        self.copy = os.memfd_create("row")
+        self.record |= dict(commit=commit, description=description, folder=str(self.folder))
         self.rows_before = len(self.own(harness.read_results()))
 
     def own(self, log: list[dict]) -> list[dict]:

@@ -11,7 +11,10 @@ from night.noise import NUDGED, Noise, shrink, with_error
 from night.rows import baseline, experiments, grouped, kept, place, scores
 from prepare import PrepareError
 
-SLOWER = 1.15  # mention training times that are longer by more than this factor
+LEGEND = """\
+A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. `likely`: a guess \
+at its mean from all of the night's, as the best of many is partly luck.
+"""
 
 
 class Idea:
@@ -23,18 +26,17 @@ class Idea:
         self.scores = scores(rows)
         self.score = statistics.mean(self.scores.values()) if self.scores else 0.0  # 0.0: all runs crashed
         self.status = min((row["status"] for row in rows), key=("keep", "discard", "crash").index)
-        self.is_noise = self.subject.startswith(NUDGED)  # it changes nothing that matters
         self.changes: list[float] = []  # of val_bpb against the train.py it edited: one per seed that both have
         self.likely = math.nan  # what `change` is on average, as the best of many is partly luck
-        self.slowdown = 1.0  # times as long per token as usual
 
     @property
     def change(self) -> float | None:
         return statistics.mean(self.changes) if self.changes else None
 
     @property
-    def family(self) -> str:
-        if self.is_noise:
+    def title(self) -> str:
+        """Under which it is told."""
+        if self.subject.startswith(NUDGED):
             return "Noise: constants moved by too little to matter"
         return "Crashed" if self.status == "crash" else "Ideas"
 
@@ -42,12 +44,12 @@ class Idea:
 def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
     """The ideas behind rows of one kind, in the order of their first rows."""
     found = [Idea(*group) for group in grouped(rows, lambda row: row["commit"]).items()]
-    out = train_blobs([name for idea in found for name in (idea.commit, f"{idea.commit}^")])
-    pairs = zip(found, out[::2], out[1::2], strict=False)  # of the train.py in each commit and in its first parent
-    blobs = {idea.commit: (own, parent) for idea, own, parent in pairs if not own.endswith("missing")}
-    by_train = grouped(found, lambda idea: blobs.get(idea.commit, ("",))[0])
+    blobs = train_blobs([name for idea in found for name in (idea.commit, f"{idea.commit}^")])
+    pairs = zip(found, blobs[::2], blobs[1::2], strict=False)  # of the train.py in each commit and its first parent
+    known = {idea.commit: (own, parent) for idea, own, parent in pairs if not own.endswith("missing")}
+    by_train = grouped(found, lambda idea: known.get(idea.commit, ("",))[0])
     for i, idea in enumerate(found):
-        own, parent = blobs.get(idea.commit, (idea.commit, None))
+        own, parent = known.get(idea.commit, (idea.commit, None))
         if own == parent:
             continue
         # If the train.py that it edited has no row: compare with the last one kept before
@@ -55,10 +57,6 @@ def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
         before = grouped([pair for other in edited for pair in other.scores.items()], lambda pair: pair[0])
         usual = {seed: statistics.mean(bpb for _, bpb in pairs) for seed, pairs in before.items()}  # if it ran again
         idea.changes = [bpb - usual[seed] for seed, bpb in idea.scores.items() if seed in usual]
-    paces = [records.paces(idea.rows) for idea in found]
-    usual = statistics.median([pace for some in paces for pace in some] or [1.0])
-    for idea, some in zip(found, paces, strict=True):
-        idea.slowdown = min(some, default=usual) / usual  # the fastest run's, as runs that share a GPU take longer
     changed = [idea for idea in found if idea.changes]
     if changed and noise.sd:
         errors = [noise.band(len(idea.changes)) / 2 for idea in changed]
@@ -69,9 +67,7 @@ def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
 
 def show(args: argparse.Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
-    if args.revision:
-        return print(about_commit(commit_of(args.revision)))
-    print(about_night(last_place(args)))
+    print(about_commit(commit_of(args.revision)) if args.revision else about_night(last_place(args)))
 
 
 def last_place(args: argparse.Namespace) -> list[dict]:
@@ -90,25 +86,25 @@ def about_night(rows: list[dict]) -> str:
     last = (kept(in_history(rows)) or [baseline(rows)])[-1]
     reference = next(idea for idea in found if last in idea.rows)
     gains = sum(idea.status == "keep" for idea in found)
-    count = f"{len(rows)} experiments with {len(found)} commits; {gains} kept, {sum(map(crashed, rows))} crashed."
     score = f"{reference.score:.4f}" if reference.scores else "crashed"
     score += f" (mean of {len(reference.scores)} seeds)" * (len(reference.scores) > 1)
-    lines = [f"# {', '.join(place(rows[0]))}", count, f"Reference: {reference.commit}, {reference.subject}, {score}."]
+    lines = [
+        f"# {', '.join(place(rows[0]))}",
+        f"{len(rows)} experiments with {len(found)} commits; {gains} kept, {sum(map(crashed, rows))} crashed.",
+        f"Reference: {reference.commit}, {reference.subject}, {score}.",
+    ]
     if noise.sd:
         deviation = f"The standard deviation {noise.whose} is {noise.sd:.4f}"
         lines.append(f"{deviation}: `~` marks changes below two standard errors, with one seed {noise.band():.4f}.")
-    lines.append(
-        "A signed number is an edit's change of val_bpb, an unsigned one is the score itself. `*` means kept. "
-        "`likely`: a guess at its mean from all of the night's, as the best of many is partly luck.\n"
-    )
-    for family, group in grouped(found, lambda idea: idea.family).items():
-        lines += [f"\n## {family}", *(entry(idea, noise) for idea in group)]
+    lines.append(LEGEND)
+    for title, group in grouped(found, lambda idea: idea.title).items():
+        lines += [f"\n## {title}", *(entry(idea, noise) for idea in group)]
     return "\n".join(lines)
 
 
 def entry(idea: Idea, noise: Noise) -> str:
-    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03; takes 1.20 times as long per token as usual`. Changes also look like
-    `-0.0009~* (likely -0.0002)`, `+0.0004~` or, with several seeds, `-0.0036 +-0.0004*`."""
+    """`- -0.0036* a1b2c3d matrix LR 0.04 -> 0.03`. Changes also look like `-0.0009~* (likely -0.0002)`, `+0.0004~` or,
+    with several seeds, `-0.0036 +-0.0004*`."""
     if idea.status == "crash":
         return f"- {idea.commit} {idea.subject} [{idea.reason}]"
     change, kept = f"{idea.score:.4f}", "*" * (idea.status == "keep")
@@ -117,8 +113,7 @@ def entry(idea: Idea, noise: Noise) -> str:
         change = with_error(idea.changes, "+.4f", ".4f") + near
         if kept and abs(idea.likely - idea.change) > 5e-5:
             kept += f" (likely {idea.likely:+.4f})"
-    slow = f"; takes {idea.slowdown:.2f} times as long per token as usual" * (idea.slowdown > SLOWER)
-    return f"- {change}{kept} {idea.commit} {idea.subject}{slow}"
+    return f"- {change}{kept} {idea.commit} {idea.subject}"
 
 
 def about_commit(commit: str) -> str:
@@ -126,8 +121,8 @@ def about_commit(commit: str) -> str:
     lines = []
     for row in [row for row in read_results() if row["commit"] == commit]:
         score = f"[{row['reason'] or 'crash'}]" if crashed(row) else f"{row['val_bpb']:.6f} {row['status']}"
-        lines.append(f"# {commit} {row['description']}")
         test = "" if row["test_bpb"] is None else f", test {row['test_bpb']:.6f}"
+        lines.append(f"# {commit} {row['description']}")
         lines.append(f"{score}{test}, seed {row['seed']}, {', '.join(place(row))}, {row['tokens_M']} M tokens")
         if folder := records.record_of(row):
             lines += [f"- {key}: {value}" for key, value in records.summary(folder).items() if key not in row]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import harness
 import prepare
@@ -29,8 +30,8 @@ def wave(args: argparse.Namespace) -> None:
     trainer = Trainer(args, *start_pool(args))
     base = reference(trainer.kind)
     print_doubts([commit for commit, _ in ideas])
-    runs = [Run(*revision, seed) for revision in [*revisions([base]), *ideas] for seed in args.seeds]
-    trainer.train(runs, base)
+    runs = [Run(*revision, seed, base) for revision in [*revisions([base]), *ideas] for seed in args.seeds]
+    trainer.train(runs)
     judge({run.name for run in runs}, base, trainer.kind)
     print(f"\n{table(trainer.last_rows(runs), base)}")
 
@@ -74,30 +75,23 @@ def start_pool(args: argparse.Namespace) -> tuple:
     return Local(places, args.per_gpu, args.limit, args.locked), kind_here(args, one_model(names or ["cpu"]))
 
 
-def is_logged(row: dict) -> bool:
-    return any(
-        run_name(row) == run_name(other) and row["budget"] == other["budget"] for other in harness.read_results()
-    )
-
-
 class Trainer:
     """Trains in a pool: `fill` starts what is in `todo`, `ended` yields rows of what has ended, `train` does both."""
 
     def __init__(self, args: argparse.Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
-        self.todo = []  # runs that wait for a slot, each with its `base`: the commit to beat
-        self.pending = {}  # run: base
-        self.records = {}  # run: folder of its record
+        self.todo: list[Run] = []  # runs that wait for a slot
+        self.pending: dict[Run, Path | None] = {}  # runs in the pool, with the folders of their records
         self.stopped = []  # not empty after a signal
 
-    def train(self, runs: list[Run], base: str = "") -> list[dict]:
-        """Trains the runs that have no score of this kind; returns each run's last row. base: the reference.
+    def train(self, runs: list[Run]) -> list[dict]:
+        """Trains the runs that have no score of this kind; returns each run's last row.
 
         From now on, a signal ends all runs and this process: see `ended`."""
         rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
         done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
-        self.todo = [(run, base) for run in runs if run.name not in done]
+        self.todo = [run for run in runs if run.name not in done]
         print(f"{len(self.todo)} runs, {len(runs) - len(self.todo)} more have a score already")
         harness.handle_signals(lambda *_: self.stopped.append(True))
         while self.todo or self.pending:
@@ -115,19 +109,20 @@ class Trainer:
     def fill(self) -> None:
         """Starts what waits while slots are free."""
         while self.todo and len(self.pending) < self.slots:
-            self.start(*self.todo[0])
+            self.start(self.todo[0])
             self.todo.pop(0)
 
-    def start(self, run: Run, base: str) -> None:
+    def start(self, run: Run) -> None:
         args, packed = self.args, archive(run.commit)  # first of all: git may fail for a while
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
+        folder = None
         with suppress(OSError):  # the run goes on without a record
-            self.records[run] = new_record(*run.name, args.gpu, args.budget)
-            record["folder"] = str(self.records[run])
+            folder = new_record(*run.name, args.gpu, args.budget)
+            record["folder"] = str(folder)
         self.pool.submit(run, packed, command, record)
-        self.pending[run] = base
+        self.pending[run] = folder
         print(f"start    {run}")
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
@@ -143,36 +138,38 @@ class Trainer:
             self.pool.close()
             sys.exit(130)
 
-    def log(self, result: Ended, base: str) -> dict:
+    def log(self, result: Ended, folder: Path | None) -> dict:
         """Logs a run's row, and keeps its record."""
-        if folder := self.records.pop(result.run, None):
-            for name, content in result.record.items():
-                with suppress(OSError):
-                    (folder / name).write_bytes(content)
-        while not is_logged(row := log_row(result, self.kind, base)) and not self.stopped:
+        for name, content in result.record.items() if folder else ():
+            with suppress(OSError):
+                (folder / name).write_bytes(content)
+        while True:
+            row = log_row(result, self.kind)
+            name = *run_name(row), *place(row)
+            if self.stopped or name in [(*run_name(other), *place(other)) for other in harness.read_results()]:
+                break
             time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
         text = f"{row['status']:8} {row['val_bpb']:.6f}  {result.run}  {row['reason']}"
         print(text, *(result.tail if row["reason"] else []), sep="\n    ")
         return row
 
 
-def log_row(result: Ended, kind: Kind, base: str) -> dict:
+def log_row(result: Ended, kind: Kind) -> dict:
     """Logs the last row that a run left in its checkout, else a crash; returns it.
 
     An idea that ends before the reference is a `discard` until `judge` has its say."""
-    run, rows = result.run, kind.rows()
-    row = dict(val_bpb=0.0, memory_gb=0.0, tokens_M=0.0, test_bpb=None, reason=result.reason)
-    row |= dict(gpu=kind.gpu, dataset=kind.dataset)
+    (commit, description, seed, base), rows = result.run, kind.rows()
+    row = dict(val_bpb=0.0, memory_gb=0.0, gpu=kind.gpu, dataset=kind.dataset, reason=result.reason)
+    row = harness.columns.EMPTY | row
     with suppress(ValueError):
         *_, row = [row, *harness.parse_log(result.rows)[0]]
     if kind.report:
         to_beat = None
-    elif run.commit == base:
+    elif commit == base:
         to_beat = math.inf
-    elif row["gpu"] != kind.gpu or run.commit in kept_before(rows, base):
+    elif row["gpu"] != kind.gpu or commit in kept_before(rows, base):
         to_beat = 0.0
     else:
-        to_beat = scores(good(rows, base)).get(run.seed, 0.0)
-    own = {key: row[key] for key in ("val_bpb", "memory_gb", "tokens_M", "test_bpb", "gpu", "dataset", "reason")}
-    own |= run._asdict() | {"budget": kind.budget}
-    return own | {"status": harness.log_result(**own, to_beat=to_beat, report=kind.report)}
+        to_beat = scores(good(rows, base)).get(seed, 0.0)
+    row |= dict(commit=commit, description=description, seed=seed, budget=kind.budget)
+    return row | {"status": harness.log_result(**row, to_beat=to_beat, report=kind.report)}

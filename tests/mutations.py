@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -908,10 +909,10 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or interrupted"], [
         ("tokens = max(", "tokens = min("),
-        ("scores(good(rows, base)).get(run.seed, 0.0)", "0.0"),
-        ("scores(good(rows, base)).get(run.seed, 0.0)", "scores(good(rows, base)).get(run.seed, 9.0)"),
-        ("scores(good(rows, base)).get(run.seed, 0.0)", "min([9.0, *scores(good(rows, base)).values()])"),
-        ("    elif run.commit == base:\n", "    elif False:\n"),
+        ("scores(good(rows, base)).get(seed, 0.0)", "0.0"),
+        ("scores(good(rows, base)).get(seed, 0.0)", "scores(good(rows, base)).get(seed, 9.0)"),
+        ("scores(good(rows, base)).get(seed, 0.0)", "min([9.0, *scores(good(rows, base)).values()])"),
+        ("    elif commit == base:\n", "    elif False:\n"),
         ("    judge({run.name", "    print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
     ]),
@@ -997,19 +998,19 @@ SECTIONS = [
         ('if text.startswith("refused")]', "]"),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
         ('.startswith(("keep", "discard", "crash")):', '.startswith(()):'),
-        ("            if rows:\n                self.gains.settle(n, base, rows[-1])", "            if False:\n                pass"),
-        (", *(run for run, _ in self.trainer.todo)]", "]"),
-        ("self.trained += bool(rows)", "self.trained += 0"),
+        ("            if commit in known:\n", "            if False:\n"),
+        ("elif commit not in at_work and", "elif"),
+        (", *self.trainer.todo]", "]"),
+        ("self.trained, at_work = len(accepted.keys() & known.keys()),", "self.trained, at_work = 0,"),
         ("LONGEST = 30, 1800 ", "LONGEST = 30, 300 "),
         ("elif agent.asked >= self.next_ask:", "else:"),
         ("                if reason != said:", "                if reason:"),
         ("except (subprocess.CalledProcessError, OSError, PrepareError) as error:", "except OSError as error:"),
         ("        if branch() != self.branch:\n            raise", "        if False:\n            raise"),
-        ('            self.rows.pop(0)', '            self.rows.clear()'),
         ("if self.hours_left() < 0 and not", "if False and not"),
         ("0 if AGAIN in subject else", "0 if not subject else"),
-        ("if AGAIN in item[0].description]", "]"),
-        ("if AGAIN in item[0].description]", "if False]"),
+        ("for run in todo if AGAIN in run.description]", "for run in todo]"),
+        ("for run in todo if AGAIN in run.description]", "for run in ()]"),
         ("CRASHED = 10", "CRASHED = 20"),
     ]),
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
@@ -1025,7 +1026,7 @@ SECTIONS = [
         ("if code == TOO_LATE:", "if False:"),
         ("if not 0 <= code <= 128:", "if code < 0:"),
         ("*lines[-1:]", "*lines[:1]"),
-        ("ours = harness.clean_environment()", "ours = dict(os.environ)"),
+        ("ours, passed = harness.clean_environment(),", "ours, passed = dict(os.environ),"),
         (' | {"CUDA_VISIBLE_DEVICES": ""}', ""),
         (""".replace("```", "'''")""", ""),
         ("id(row) not in kept, ", ""),
@@ -1036,7 +1037,7 @@ SECTIONS = [
     ]),
     ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
         ("if n.isdecimal()}", "}"),
-        (" core.attributesFile=/dev/null", ""),
+        ("attributesFile = /dev/null\n", ""),
         (r"|program\.md|", "|"),
         ("not text.rstrip().endswith(end)", "not text"),
         ("if program_of(commit) == program(text)", "if read_train(commit) == text"),
@@ -1046,16 +1047,16 @@ SECTIONS = [
         ("program(text, live) == program(before, live)", "False"),
     ]),
     ("Gains", "night/gains.py", ["test_loop.py", "-k", "gain or merge or discards or simulated or index or turns or good"], [
-        ("if on_top := [gain for gain in gains if gain.base == reference]:", "if on_top := []:"),
-        ("        return gains[:1]", "        return gains"),
-        ("return [] if pending else gains", "return gains"),
-        ("gain.size, reverse=True", "gain.size"),
+        ("key=lambda gain: (gain.base == reference, gain.size)", "key=lambda gain: gain.size"),
+        ("else gains[:1]\n", "else gains\n"),
+        ("if over and gains and gains[0].base != reference", "if over"),
+        ("if over and gains and gains[0].base != reference", "if False"),
+        ("gain.size), reverse=True", "gain.size)"),
         ("if both is not None and compiled(both):", "if both is not None:"),
-        ('if row["status"] == "keep"}\n            self.decided("discard"', '}\n            self.decided("discard"'),
+        ('for row in self.kind.rows() if row["status"] == "keep"}', "for row in self.kind.rows()}"),
         (" and not any(AGAIN in run.description for run in self.runs()):", ":"),
-        ("elif program(text) == program(before):", "elif False:"),
-        ("first not in merged and first.bpb < self.score(now)", "False"),
-        ("first not in merged and first.bpb < self.score(now)", "first not in merged"),
+        ("elif first.bpb < self.score(now)", "elif False"),
+        ("elif first.bpb < self.score(now)", "elif True"),
         ("first.subject.partition(AGAIN)[0][:100]", "first.subject[:100]"),
         ('(shared := git("merge-base", head, commit)) != head', '(shared := git("merge-base", head, commit))'),
         ('("HEAD", commit, *night)', '("HEAD", commit)'),
@@ -1091,8 +1092,7 @@ SECTIONS = [
         ("self.subject.startswith(NUDGED)", "False"),
     ]),
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
-        ('if summary(folder).get("dataset", row["dataset"]) == row["dataset"]:', "if True:"),
-        ("            last = folder\n", "            return folder\n"),
+        ("shutil.rmtree(folder, ignore_errors=True)", "pass"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "one_look"], [
         ("noise.band(len(idea.changes)) / 2", "noise.band(len(idea.changes))"),
@@ -1113,16 +1113,6 @@ SECTIONS = [
     ]),
     ("The picture", "night/plot.py", ["test_night.py", "-k", "baseline"], [
         ("y[kept].min() if kept.any() else first", "scores.min()"),
-    ]),
-    ("What a token costs", "night", ["test_memory.py", "-k", "takes_longer"], [
-        ("(idea.slowdown > SLOWER)", "(idea.slowdown > 1)"),
-        ("min(some, default=usual) / usual", "max(some, default=usual) / usual"),
-        ("statistics.median([pace", "max([pace"),
-    ]),
-    ("What a token costs", "night/report.py", ["test_report.py", "-k", "takes_longer"], [
-        ("min(after) / max(before)) > SLOWER:", "min(after) / max(before)) > 1.0:"),
-        ("min(after) / max(before)) > SLOWER:", "min(before) / max(after)) > SLOWER:"),
-        ("if before and after and", "if"),
     ]),
     ("Attribution", "night/attribute.py", ["test_attribute.py"], [
         ("np.concatenate([half, ~half])", "np.concatenate([half, half])"),
@@ -1172,9 +1162,6 @@ SECTIONS = [
     ("The report", "night/report.py", ["test_report.py"], [
         ("101 + args.seeds", "101 + 3"),
         ("gains(kept[0], kept[-1], ", "gains(kept[1], kept[-1], "),
-        ("min(logged, logged - gain)", "logged - gain"),
-        ("logged - gain)) > error:", "logged - gain)) > 0:"),
-        ('gain, error, *_ = found["val"]', "gain, error, *_ = found[split]"),
         ("if lost := {", "if lost := set() and {"),
         ("*_, (split, (_, _, low, high)) = found", "(split, (_, _, low, high)), *_ = found"),
         ("low > 0", "low + high > 0"),
@@ -1183,7 +1170,7 @@ SECTIONS = [
         ("if other != name}", "}"),
         ("    if seeds > 1:\n        create_ref", "    if True:\n        create_ref"),
         ('f"--merged={last}", ', ""),
-        ('lines.append("The errors cover', 'str("The errors cover'),
+        ("        \"The errors cover seeds, not texts, and val is the text by which the night has chosen.\",\n", ""),
         ("split)) >= 2", "split)) >= 3"),
     ]),
     ("Intervals", "night/noise.py", ["test_report.py", "-k", "interval or however or lower or seeds_a_check"], [
@@ -1265,7 +1252,7 @@ SECTIONS = [
     ("A row that is handed over", "night/run.py", ["test_night.py", "-k", "while_its_row_is_written or two_runs or by_hand or whatever_changes or three_keeps"], [
         ('            harness.add_row(row)\n', '            pass\n'),
         ('if self.needed and', 'if'),
-        ('self.args, self.dataset = args, prepare.dataset_id()', 'self.args, self.dataset = args, None'),
+        ('self.record = args, prepare.dataset_id(), harness', 'self.record = args, None, harness'),
         ('budget=self.args.budget, seed=self.args.seed)', 'budget=self.args.budget)'),
     ]),
     ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or told_from"], [
@@ -1325,9 +1312,9 @@ SECTIONS = [
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat"], [
-        ('row["gpu"] != kind.gpu or run.commit', 'run.commit'),
+        ('row["gpu"] != kind.gpu or commit', 'commit'),
         ('to_beat=to_beat, report=kind.report)', 'to_beat=to_beat)'),
-        ('"tokens_M", "test_bpb", "gpu"', '"tokens_M", "gpu"'),
+        ('reason=result.reason)', 'reason="")'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
         ('run.name not in done', 'run not in done'),
@@ -1381,6 +1368,8 @@ class Bug:
             for path in ROOT.iterdir():
                 if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
                     shutil.copy(path, folder)
+            for words in ("init -q", "-c user.name=x -c user.email=x@x commit -q --allow-empty -m x"):
+                subprocess.run(["git", *words.split()], cwd=folder, check=True)  # as some tests ask for HEAD's history
             (folder / self.file).write_text((folder / self.file).read_text().replace(self.old, self.new))
             process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(folder, self.tests))
             process.start()

@@ -19,17 +19,16 @@ import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
-from small_corpus import ROOT
 from test_wave import TWO_SLOTS, Clone
 
 import harness
 import prepare
 from night import agent as agents
-from night import gains, proposals, rows
 from night import git as night_git
 from night import loop as loops
+from night import proposals, rows
 from night.__main__ import parse
-from night.gains import Gain, Gains, next_step
+from night.gains import Gain, Gains, merge, next_step
 from night.git import in_history
 from night.noise import Noise
 from night.pool import Run
@@ -195,14 +194,14 @@ class Played(Scratch):
         print(f"ask      proposal {n}")
         return agents.Agent(n, now, name, base, work, files, ended)
 
-    def night(self, *words: str, args=(), real: bool = True) -> loops.Loop:
+    def night(self, *words: str, args=(), real: bool = True, prefix: str = "") -> loops.Loop:
         """A night until its end. words: of agents, each a list of what it does. real: in processes of their own."""
         self.monkeypatch.setattr(agents, "start", self.start if real else self.puppet)
-        command = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
+        command = [f"--agent={prefix}{sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
         options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=200", *command, *args]
         night = self.clock.night = self.loop(*options)
         if not self.kind.rows():
-            night.trainer.train([Run(self.head(), "base")], self.head())
+            night.trainer.train([Run(self.head(), "base", base=self.head())])
         try:
             night.work()
         finally:
@@ -416,7 +415,11 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     """And its checkout shows what concerns it."""
     script = "assert sorted(os.listdir()) == ['.git', '.gitignore', 'prepare.py', 'train.py'], os.listdir()\n"
     played.agent.write_text(AGENT.replace("\nprint(", "\n" + script + "print(", 1))
-    played.night("A,elsewhere,B,fail,odd,worse", args=["--runs=4", "--hours=3", "--sandbox=env SANDBOX=box"])
+    played.night(
+        "A,elsewhere,B,fail,odd,worse",
+        args=["--runs=4", "--hours=3"],
+        prefix="env SANDBOX=box ",
+    )
     first, *_, last = (proposals.folder(n) for n in proposals.verdicts())
     before, memory, _ = (last / "prompt.md").read_text().split("```")
     assert "in a box\n" in (last / "agent.log").read_text()
@@ -427,17 +430,6 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     assert "Reference: " in memory and "## Ideas\n" in memory
     assert "- refused: it changes prepare.py" in memory and "exit status" not in memory
     assert "failed: exit status 1: Error: 401 Unauthorized" in proposals.verdicts().values()
-
-
-@pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
-def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(played):
-    box, stolen = played.folder.with_name("box"), played.folder.with_name("stolen")
-    box.write_text(re.search(r"> ~/box <<'END'\n(.*?)END\n", (ROOT / "docs/loop.md").read_text(), re.S)[1])
-    box.chmod(0o755)
-    work = f"grep -q researcher {{prompt}}; echo x > /tmp/own; echo idea > IDEA; touch {stolen} {ROOT}/stolen && exit 1"
-    agent = f"sh -ec \"{work}; sed -i 's/A = 30/A = 29/' train.py; git diff --quiet && exit 1; true\""
-    played.night(args=[f"--agent={agent}", f"--sandbox={box}", "--runs=1", "--hours=0.1"])
-    assert played.tried() == [("idea", "keep")] and not stolen.exists() and not (ROOT / "stolen").exists()
 
 
 def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
@@ -468,25 +460,18 @@ def gain(n: int, size: float, base: str = "old") -> Gain:
     return Gain(n, f"c{n}", base, f"idea {n}", 1.5 - size, size)
 
 
-def test_the_largest_gain_comes_first():
+def test_a_gain_over_the_reference_itself_comes_first_then_the_largest_and_after_the_night_all():
     small, large, on_top = gain(1, 0.1), gain(2, 0.3), gain(3, 0.01, "now")
-    step = dict(pending=True, over=False)
-    assert next_step("now", [], **step) == []
-    assert next_step("now", [small, large], **step) == [large]
-    assert next_step("now", [small, large, on_top], **step) == [on_top], "the reference itself was edited: at once"
-
-
-def test_when_the_night_is_over_what_waits_is_merged_together_once_all_runs_have_ended():
-    waiting = [gain(1, 0.1), gain(2, 0.3), gain(3, 0.2)]
-    assert next_step("now", waiting, pending=True, over=True) == []
-    assert next_step("now", waiting, pending=False, over=True) == [waiting[1], waiting[2], waiting[0]]
+    assert next_step("now", [small, large], False) == [large] and next_step("now", [], True) == []
+    assert next_step("now", [small, large], True) == [large, small]
+    assert next_step("now", [small, large, on_top], True) == [on_top], "and then the others"
 
 
 def test_a_merge_leaves_out_what_conflicts_or_does_not_compile_with_the_gains_before():
     base = b"def f():\n    a = 1\n    b = 1\n    c = 1\n    d = 1\n"
     files = dict(old=base, c1=base.replace(b":\n", b":\n    n = 1\n"), c2=base + b"    global n\n")
     files |= dict(c3=base.replace(b"b = 1", b"b = 2"), c4=base.replace(b"b = 1", b"b = 3"))
-    text, merged = gains.merge(base, [gain(n, 0.1) for n in (1, 2, 3, 4)], files.get)
+    text, merged = merge(base, [gain(n, 0.1) for n in (1, 2, 3, 4)], files.get)
     assert text == files["c1"].replace(b"b = 1", b"b = 2") and [gain.n for gain in merged] == [1, 3]
 
 
@@ -537,31 +522,18 @@ def waiting(played):
 
 def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_others_wait_for_its_run(waiting):
     first, _ = waiting.gain(1, "A = 30", "A = 29", 1.31), waiting.gain(2, "B = 30", "B = 29", 1.32)
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     assert waiting.verdict(1) == "keep"
     assert [subject for _, subject, *_ in waiting.merged] == [f"idea 2, again on {first}"]
     assert waiting.verdict(2) == f"keep, and again on {first} as proposal 3"
     waiting.gain(4, "return 1", "return 0.9", 1.3, again=", again on 1234567")
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     assert len(waiting.merged) == 1, "the others wait"
     waiting.ends(1.29)
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     assert waiting.merged[1][1] == f"idea 4, again on {waiting.merged[0][2]}"
     assert waiting.played.shell("git rev-parse night").startswith(waiting.merged[0][2])
     assert waiting.verdict(4) == f"keep, and again on {waiting.merged[0][2]} as proposal 5"
-
-
-def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
-    for n, (old, new) in enumerate([("A = 30", "A = 29"), ("B = 30", "B = 29"), ("1 +", "0.999 +")], start=1):
-        waiting.gain(n, old, new, 1.33 - n / 100)
-    waiting.played.shell("git commit -q --allow-empty -m now")
-    now = waiting.played.head()
-    waiting.log(now, "now", 1.329)
-    waiting.refuses = True
-    waiting.gains.advance(pending=False, over=True)
-    assert not waiting.gains.gains and waiting.asked == ["idea 3 and 2 more"]
-    verdict = f"keep, and again on {now} as proposal 4"
-    assert [waiting.verdict(n) for n in (1, 2, 3)] == [verdict] * 3
 
 
 def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is_left_out(waiting):
@@ -569,7 +541,7 @@ def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is
     waiting.gain(2, "A = 30", "A = 29", 1.32)
     gone = waiting.gain(3, "B = 30", "B = 29", 1.325)
     set_status(gone, waiting.kind, "discard")
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     assert not waiting.merged and not waiting.gains.gains
     assert waiting.verdict(2) == f"keep, but it conflicts with {better}, which is better"
     assert waiting.verdict(3) == "discard"
@@ -579,26 +551,23 @@ def test_a_better_gain_that_conflicts_with_the_reference_becomes_it_though_its_r
     best = waiting.gain(2, "A = 30", "A = 28", 1.3)
     waiting.gains.gains.clear()
     waiting.gain(1, "A = 30", "A = 29", 1.31)
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     waiting.gains.settle(2, waiting.base, next(row for row in waiting.kind.rows() if row["commit"] == best))
-    waiting.gains.advance(pending=True, over=False)
+    waiting.gains.advance(over=False)
     assert rows.reference(waiting.kind) == best and waiting.played.shell(f"git diff {best} HEAD -- train.py") == ""
 
 
-def test_a_loop_that_was_killed_takes_up_its_merges_where_they_are(waiting):
-    """What is part of the reference is not trained again."""
-    waiting.gain(1, "A = 30", "A = 29", 1.31)
-    waiting.gain(2, "B = 30", "B = 29", 1.32)
-    waiting.gains.advance(pending=True, over=False)
-    waiting.ends(1.29)
-    other = Gains(waiting.kind, "night", waiting.propose, lambda: [])
-    for n in (1, 2):
-        commit = next(commit for commit, (number, *_) in proposals.accepted("night").items() if number == n)
-        other.gains[n] = Gain(n, commit, waiting.base, "", 1.3, 0.02)
-    waiting.gains.advance(pending=True, over=False)
-    other.advance(pending=True, over=False)
-    part = f"keep, and part of {waiting.merged[0][2]}"
-    assert [waiting.verdict(n) for n in (1, 2)] == [part] * 2 and len(waiting.merged) == 1
+def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
+    """As when the loop was killed after it had submitted the merge."""
+    for n, (old, new) in enumerate([("A = 30", "A = 29"), ("B = 30", "B = 29"), ("1 +", "0.999 +")], start=1):
+        waiting.gain(n, old, new, 1.33 - n / 100)
+    waiting.played.shell("git commit -q --allow-empty -m now")
+    now = waiting.played.head()
+    waiting.log(now, "now", 1.329)
+    waiting.refuses = True
+    waiting.gains.advance(over=True)
+    assert not waiting.gains.gains and waiting.asked == ["idea 3 and 2 more"]
+    assert [waiting.verdict(n) for n in (1, 2, 3)] == [f"keep, and again on {now} as proposal 4"] * 3
 
 
 def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
@@ -612,8 +581,8 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
     night = played.loop("--agent=true")
     trainer, started = night.trainer, []
-    trainer.start = lambda run, base: (started.append(run.description), trainer.pending.update({run: base}))
-    night.resumed, night.may_ask, night.propose = True, lambda: False, None
+    trainer.start = lambda run: (started.append(run.description), trainer.pending.update({run: None}))
+    night.settle = night.may_ask = lambda: False
     for subject in ("a", "b", "c, again on b", "d"):
         night.accept(1, subject, "base", subject)
     night.turn()
@@ -648,7 +617,7 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
 
 def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkeypatch):
     """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
-    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
+    train = "SIZE = None\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
     log = played.folder / "log.txt"
     monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
     log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
@@ -657,15 +626,8 @@ def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkey
     def fault(old: str, new: str, live: int | None = 1) -> str:
         return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
 
-    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
-    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
-    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
-    train = train.replace("f(2)", "None")
-    assert (
-        fault("f(5)", "f(6)")
-        == fault("f(3)", "g(3, 3)")
-        == refusal.replace("SIZE replaces them", "here SIZES[1] counts")
-    )
+    refusal = "it changes only sizes of other GPUs: here SIZES[1] counts"
+    assert fault("f(5)", "f(6)") == fault("f(3)", "g(3, 3)") == refusal
     assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
     assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
     assert not fault("None", "f(4)"), "it sets SIZE to what counted before, perhaps"
@@ -682,7 +644,7 @@ def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkey
         (
             "install /bin/true a.sh",
             "./a.sh",
-            "'./a.sh' is no command: --agent and --sandbox need a program's name or absolute path",
+            "'./a.sh' is no command: --agent needs a program's name or absolute path",
         ),
     ],
 )
@@ -707,13 +669,12 @@ def test_a_clone_may_be_a_folder_of_another_repository(played, monkeypatch):
     assert played.shell("git ls-tree -r --name-only HEAD").count("train.py") == 1
 
 
-@pytest.mark.parametrize("removed", ["runs", "runs/proposals"])
-def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd, removed):
+def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd):
     start = played.puppet
 
     def puppet(*args):
         agent = start(*args)
-        shutil.rmtree(played.folder / removed, ignore_errors=True)
+        shutil.rmtree(played.folder / "runs", ignore_errors=True)
         return agent
 
     played.puppet = puppet

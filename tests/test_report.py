@@ -232,7 +232,7 @@ def test_the_gains_of_ideas_that_scored_lower_are_shown_as_large_as_they_are_on_
     assert shrink([0.01, -0.3], [1e-5, 1e-4]) == pytest.approx([0.01, -0.3]), "without noise nothing is luck"
 
 
-def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds_only():
+def test_the_report_names_its_ends_and_judges_the_gain_by_test_with_new_seeds():
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
     test = {"a": [1.307, 1.309, 1.311], "b": [1.3046, 1.3063, 1.3081]}
     text = told(val, test)
@@ -242,18 +242,11 @@ def test_the_report_names_its_ends_and_says_luck_of_what_is_missing_on_new_seeds
         "val, me": [1.209, 1.203, 0.006, 0.0006],
         "test, me": [1.309, 1.3063, 0.0027, 0.0001],
     }
-    assert "mean of 3 new seeds" in text and "saw" not in text
+    assert "mean of 3 new seeds" in text
     assert "On test, which no other report has scored, the gain's 97% confidence interval is 0.0018 to 0.0035" in text
-    assert "it holds up." in text and "logged, 0.0040 did not come back with new seeds." in text
+    assert "it holds up." in text
     test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
-    val["b"] = [1.197, 1.1985, 1.2005]  # as much as logged
-    text = told(val, test)
-    assert "may be chance" in text and "come back" not in text
-    assert "The errors cover seeds, not texts" in text
-    val["b"] = [1.201, 1.1995, 1.1995]  # 0.0010 less, with an error of 0.0016
-    assert "come back" not in told(val, test)
-    val["b"] = [1.217, 1.2185, 1.2205]  # worse
-    assert "logged, 0.0100 did not" in told(val, test)
+    assert "may be chance" in told(val, test)
 
 
 def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
@@ -263,7 +256,7 @@ def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
     both = [lucky, FIRST, LAST, FIRST | {"seed": 1, "val_bpb": 1.21}]
     both.append(LAST | {"seed": 1, "val_bpb": 1.208})
     text = gains(lucky, LAST, both, rows_of(val, val))
-    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006] and "logged, 0.0051 did not" in text
+    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006]
     text = gains(lucky, LAST, [lucky, LAST], rows_of(val, val))
     assert "logged" not in text and "val, mean of 3 new seeds" in text
     worse = val | {"b": [1.307, 1.309, 1.3112]}
@@ -298,15 +291,6 @@ def test_many_seeds_and_crashes_among_them():
         told({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]})
 
 
-@pytest.mark.parametrize(("before", "after", "said"), [([60.0], [72.0], 1), ([60.0], [66.0], 0), ([], [66.0], 0)])
-def test_a_report_says_if_what_the_night_found_takes_longer(before, after, said, monkeypatch):
-    val = {"a": [1.207, 1.209], "b": [1.202, 1.203]}
-    seconds = {FIRST["commit"]: before, LAST["commit"]: after}
-    monkeypatch.setattr("night.report.paces", lambda rows: seconds[rows[0]["commit"]])
-    text = told(val, val)
-    assert text.count("It takes 1.20 times as long") == text.count("times as long") == said
-
-
 def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
     rows = harness.read_results()
@@ -314,4 +298,4 @@ def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
     kept = [row for row in experiments() if row["status"] == "keep"]
     text = gains(kept[0], kept[-1], kept, [row for row in rows if row["status"] == "report"])
     assert "| val, mean of 3 new seeds | 1.2081 | 1.1954 | 0.0127 |" in text
-    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text and "come back" not in text
+    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text

@@ -82,7 +82,7 @@ class Searched(Scratch):
         args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}"])
         trainer = self.trainer(args)
         loop = loops.Loop(args, trainer)
-        trainer.train([loops.Run(self.head(), "base")], self.head())
+        trainer.train([loops.Run(self.head(), "base", base=self.head())])
         loop.work()
         return self.rows()
 

@@ -169,9 +169,9 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
         harness.log_result(val_bpb=val_bpb, gpu="A", description="x", commit=commit, seed=own, **row)
     harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
-    kind, run = Kind("A", "300 s", "d", report=report), Run("i", "idea", seed)
+    kind, run = Kind("A", "300 s", "d", report=report), Run("i", "idea", seed, "b")
     lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
-    log_row(Ended(run, "\n".join(lines), [], "no row", {}), kind, "b")
+    log_row(Ended(run, "\n".join(lines), [], "no row", {}), kind)
     *_, row = harness.read_results()
     assert row == dict(
         commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
@@ -261,12 +261,12 @@ def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
     base = played.head()
     trainer = played.trainer(parse(["wave"]), played.kind._replace(dataset="mine"))
     with pytest.raises(prepare.PrepareError, match="was scored on cpu, 300 s, d, and not on cpu, 300 s, mine: is prep"):
-        trainer.train([Run(base, "base")], base)
+        trainer.train([Run(base, "base", base=base)])
 
 
 def test_a_run_that_cannot_start_has_a_row_and_its_record(played):
     """As when the disk is too full to unpack its checkout."""
-    run = Run(played.head(), "base", 42)
+    run = Run(base := played.head(), "base", base=base)
     played.pool.ended = lambda: [Ended(run, "", [], "OSError", {"log.txt": b"tar: no space"})]
     played.wave()
     assert played.statuses() == [("base [OSError]", "crash")]

@@ -23,7 +23,7 @@ NIGHTS = 200
 
 
 class Night:
-    """A file is a set of ideas. A run: (its file, the one it has to beat, the gains that are merged in it)."""
+    """A file is a set of ideas. A run: (its file, the one it has to beat, whether it trains a gain again)."""
 
     def __init__(self, slots: int, runs: int, sd: float, at_once: bool, seed: int):
         rng = np.random.default_rng(seed)
@@ -39,7 +39,7 @@ class Night:
                 else:
                     base = ready.pop(0)
                     ready.append(self.now)
-                    run = base | {runs - self.left}, base, []
+                    run = base | {runs - self.left}, base, False
                 self.late += not self.left
                 self.left -= self.left > 0
                 heapq.heappush(self.training, (time + rng.uniform(0.9, 1.1), rng.random(), run))
@@ -59,8 +59,10 @@ class Night:
         return sum(self.ideas[i] for i in file)
 
     def advance(self) -> None:
-        merging = any(merged for *_, merged in (*self.queue, *(run for *_, run in self.training)))
-        while not merging and (step := next_step(self.now, self.gains, bool(self.training), not self.left)):
+        merging = any(again for *_, again in (*self.queue, *(run for *_, run in self.training)))
+        if self.training and not self.left:
+            return
+        while not merging and (step := next_step(self.now, self.gains, not self.left)):
             self.gains = [gain for gain in self.gains if gain not in step]
             if step[0].base == self.now:
                 self.now = step[0].commit
@@ -70,7 +72,7 @@ class Night:
     def train_again(self, gains: list[Gain]) -> bool:
         file = self.now.union(*(gain.commit - gain.base for gain in gains))
         if new := file not in self.scores:
-            self.queue.append((file, self.now, gains))
+            self.queue.append((file, self.now, True))
             self.again += 1
         return new
 
