@@ -41,18 +41,25 @@ def parse_row(line: str, columns: tuple[str, ...] = COLUMNS) -> dict | None:
 
 
 def parse_eight(row: dict) -> dict:
-    """What a row of eight columns has inside its description, as `idea, seed 7, test 1.234567 [reason]`, and gpu, as
-    `T4, 60 s, report`."""
+    """The values that a row of eight columns has inside its description and gpu."""
     text, found = row["description"], {}
     if row["status"] == "crash" and text.endswith("]"):
         text, _, found["reason"] = text[:-1].rpartition("[")
-    idea = r"(?P<description>.*?)(, seed (?P<seed>-?\d+))?(, test (?P<test_bpb>\d+\.\d{6}))? *"
-    place = r"(?P<gpu>.*?)(, (?P<budget>[^,]* (s|tokens)))?(, (?P<status>report))?"
-    for form, value in (idea, text), (place, row["gpu"]):
-        found |= {key: part for key, part in re.fullmatch(form, value).groupdict().items() if part is not None}
-    if found["description"].endswith(" (train.py differs)"):
-        found["commit"] = row["commit"] + "+"
-    return found
+    for key, mark, kind, form in (("test_bpb", ", test ", float, ".6f"), ("seed", ", seed ", int, "d")):
+        subject, _, value = text.rstrip().rpartition(mark)
+        with suppress(ValueError):
+            if format(kind(value), form) == value:
+                found[key], text = value, subject
+    gpu, *others = row["gpu"].split(", ")
+    for other in others:
+        if other == "report":
+            found["status"] = other
+        elif other.endswith((" s", " tokens")):
+            found["budget"] = other
+        else:
+            gpu += f", {other}"
+    uncommitted = "+" if text.endswith(" (train.py differs)") else ""
+    return found | dict(commit=row["commit"] + uncommitted, description=text.rstrip(), gpu=gpu)
 
 
 def format_row(row: dict) -> str:
