@@ -329,7 +329,6 @@ SECTIONS = [
         ("grads = logits if _may_overwrite(logits) and ctx.inplace else", "grads = logits if ctx.inplace else"),
         ("grads = logits if _may_overwrite(logits) and ctx.inplace else torch", "grads = torch"),
         ("(n, _), v, dw_dtype = x.shape, weight.shape[0]", "n, v, dw_dtype = len(x), len(weight)"),
-        ("unused = (logits.new_empty(logits.shape[0]", "unused = (logits.new_empty(len(logits)"),
         ("    _check_devices(x, weight, targets)\n", ""),
         ("    _check_devices(logits, targets)\n", ""),
         (" or targets.is_floating_point():", ":"),
