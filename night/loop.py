@@ -123,7 +123,7 @@ class Loop:
         accepted, known = proposals.accepted(self.branch), {row["commit"]: row for row in self.kind.rows()}
         self.trained, at_work = len(accepted.keys() & known.keys()), {run.commit for run in self.runs()}
         for commit, (n, base, subject) in accepted.items():
-            if proposals.verdict(n).startswith(("keep", "discard", "crash")):
+            if proposals.verdict(n).startswith(("keep", "discard", "crash")) or n in self.gains.gains:
                 continue
             if commit in known:
                 self.gains.settle(n, base, known[commit])

@@ -474,7 +474,7 @@ SECTIONS = [
         ('textwrap.indent(text, "    ")', "text"),
         ("with suppress(Exception):  # of an edited model that returns", "with suppress(OSError):  # of an edited model that returns"),
     ]),
-    ("The summary", "harness", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or never"], [
+    ("The summary", "harness", ["test_run.py", "-k", "official or name_the_commit or split or another_budget or as_it_must"], [
         ("TIME_BUDGET if args.seconds is None else args.seconds", "TIME_BUDGET"),
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": val_bpb'),
         ('score(model, tokenizer, "val")', 'score(model, tokenizer, "test")'),
@@ -996,7 +996,7 @@ SECTIONS = [
     ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
         ('if text.startswith("refused")]', "]"),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
-        ('.startswith(("keep", "discard", "crash")):', '.startswith(()):'),
+        ('.startswith(("keep", "discard", "crash")) or', '.startswith(()) or'),
         ("            if commit in known:\n", "            if False:\n"),
         ("elif commit not in at_work and", "elif"),
         (", *self.trainer.todo]", "]"),

@@ -386,7 +386,9 @@ replace(summary, "evaluate_bpb", split_of)
 
 
 @pytest.mark.parametrize(
-    "use", ["", "clock.start(); clock.stop()", "clock.advance(1, 2.0, 1)"], ids=["never", "no step", "no start"]
+    "use",
+    ["", "clock.start(); clock.stop()", "clock.advance(1, 2.0, 1)", "clock.start(); clock.advance(1, 2.0, 1)"],
+    ids=["never", "no step", "no start", "no stop"],
 )
 def test_a_run_that_does_not_use_the_clock_as_it_must_is_a_crash_that_says_so(clone, use):
     loop = f"""
