@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
-from night.git import compiled
+from night.proposals import parse
 from prepare import PrepareError
 
 RATES = "LR|RATE|DECAY|SCALE|EPS"  # a constant below 1 is a fraction of something unless its name has one of these
@@ -44,7 +44,7 @@ def read_knobs(source: bytes, names: Collection[str] = ()) -> list[Knob]:
     """The top-level constants of a train.py, or only `names`.
 
     Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
-    if not (tree := compiled(source, ast.PyCF_ONLY_AST)):
+    if not (tree := parse(source)):
         raise PrepareError("train.py is no valid Python: run it to see where")
     nodes = {}
     for node in tree.body:

@@ -44,10 +44,8 @@ def loop(args: argparse.Namespace) -> None:
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
             night.ask()
-        if (
-            trainer.train([Run(*version, base=base) for version in [*revisions([base]), *noise]])[0]["status"]
-            == "crash"
-        ):
+        first, *_ = trainer.train([Run(*version, base=base) for version in [*revisions([base]), *noise]])
+        if first["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base} says why")
         for commit, _ in noise:
             set_status(commit, kind, "discard")  # one that scored lower was lucky

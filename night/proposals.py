@@ -105,7 +105,8 @@ def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) 
     if same := [commit for commit in known if program_of(commit) == program(text)]:
         return f"the same train.py as {same[0]}, but for comments and whitespace"
     if live is not None and program(text, live) == program(before, live):
-        return f"it changes only sizes of other GPUs: here SIZES[{live}] counts"
+        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
+        return f"it changes only sizes of other GPUs: {used}"
     return ""
 
 
@@ -120,8 +121,8 @@ def live_row(rows: list[dict]) -> int | None:
 
 def program(text: bytes, live: int | None = None) -> str:
     """Equal for files that differ in comments, docstrings and layout only. live: also in the sizes, but not the FLOP/s,
-    of other rows of SIZES."""
-    if not (tree := compiled(text, ast.PyCF_ONLY_AST)):
+    of other rows of SIZES; if SIZE is set, in any rows."""
+    if not (tree := parse(text)):
         return str(text.split())  # its words
     for node in ast.walk(tree):
         match getattr(node, "body", None):
@@ -129,8 +130,15 @@ def program(text: bytes, live: int | None = None) -> str:
                 node.body = rest
         match node:
             case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
-                node.value.elts = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
+                kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
+                node.value.elts = [] if sets_size(tree) else kept
     return ast.dump(tree)
+
+
+def sets_size(tree: ast.Module) -> bool:
+    """Whether a train.py sets SIZE, which replaces SIZES."""
+    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache
@@ -139,3 +147,7 @@ def program_of(commit: str) -> str:
     with suppress(subprocess.CalledProcessError):
         return program(read_train(commit))
     return ""
+
+
+def parse(text: bytes) -> ast.Module | None:
+    return compiled(text, ast.PyCF_ONLY_AST)

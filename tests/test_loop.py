@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
+from small_corpus import ROOT
 from test_wave import TWO_SLOTS, Clone
 
 import harness
@@ -432,6 +433,17 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     assert "failed: exit status 1: Error: 401 Unauthorized" in proposals.verdicts().values()
 
 
+@pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
+def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(played):
+    box, stolen = played.folder.with_name("box"), played.folder.with_name("stolen")
+    box.write_text(re.search(r"> ~/box <<'END'\n(.*?)END\n", (ROOT / "docs/loop.md").read_text(), re.S)[1])
+    box.chmod(0o755)
+    work = f"grep -q researcher {{prompt}}; echo x > /tmp/own; echo idea > IDEA; touch {stolen} {ROOT}/stolen && exit 1"
+    agent = f"{box} sh -ec \"{work}; sed -i 's/A = 30/A = 29/' train.py; git diff --quiet && exit 1; true\""
+    played.night(args=[f"--agent={agent}", "--runs=1", "--hours=0.1"])
+    assert played.tried() == [("idea", "keep")] and not stolen.exists() and not (ROOT / "stolen").exists()
+
+
 def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
     """3,000 rows, in seconds; what was kept on this branch stays."""
     header = harness.HEADER + "\n"
@@ -617,7 +629,7 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
 
 def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkeypatch):
     """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
-    train = "SIZE = None\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
+    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
     log = played.folder / "log.txt"
     monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
     log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
@@ -626,8 +638,15 @@ def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkey
     def fault(old: str, new: str, live: int | None = 1) -> str:
         return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
 
-    refusal = "it changes only sizes of other GPUs: here SIZES[1] counts"
-    assert fault("f(5)", "f(6)") == fault("f(3)", "g(3, 3)") == refusal
+    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
+    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
+    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
+    train = train.replace("f(2)", "None")
+    assert (
+        fault("f(5)", "f(6)")
+        == fault("f(3)", "g(3, 3)")
+        == refusal.replace("SIZE replaces them", "here SIZES[1] counts")
+    )
     assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
     assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
     assert not fault("None", "f(4)"), "it sets SIZE to what counted before, perhaps"
