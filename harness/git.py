@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import harness
-from harness.record import night_record
+from harness.record import night_record, process_seconds
 from prepare import read
 
 DECISIVE = ["train.py", "prepare.py", "kernels.py", "harness"]  # what decides a run's number
@@ -28,6 +29,7 @@ def git_head() -> tuple[str, str]:
         names, ran = uncommitted(), script()
         notes = f" (uncommitted: {', '.join(names)})" if names else ""
         notes += f" (ran {ran})" if ran != "train.py" else ""
+        notes += " (changed while it started)" if changed_since_start() else ""
         return commit[:7] + ("+" if notes else ""), subject + notes
     except (OSError, subprocess.SubprocessError) as error:
         print(f"no commit in this row: {' '.join(git_problem(error).split())}", file=sys.stderr)
@@ -39,10 +41,20 @@ def git_problem(error: Exception) -> str:
     return (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
 
 
+def main_file() -> Path:
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+
+
 def script() -> str:
     """The file of this clone that is running, such as a copy of train.py; else train.py."""
-    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    main = main_file()
     return main.name if main.is_file() and main.parent == harness.RESULTS.parent else "train.py"
+
+
+def changed_since_start() -> bool:
+    """Whether the script has been written to since this process began, and so may not be what it has read."""
+    main, began = main_file(), time.time() - process_seconds() + 0.1  # both times are coarse
+    return main.name == script() and main.is_file() and main.stat().st_mtime > began
 
 
 def uncommitted() -> list[str]:

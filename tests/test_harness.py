@@ -624,6 +624,8 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     write_files(folder, constants="WIDTH = 2\n", train_v2="")
     assert description() == "split (uncommitted: constants.py)"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train_v2.py"), raising=False)
-    assert description() == "split (uncommitted: constants.py, train_v2.py) (ran train_v2.py)"
+    notes = "(uncommitted: constants.py, train_v2.py) (ran train_v2.py) (changed while it started)"
+    assert description() == f"split {notes}"
     git("add", "."), git("commit", "-qm", "copied")
+    os.utime(folder / "train_v2.py", (0, 0))
     assert harness.git_head() == (git("rev-parse", "HEAD")[:7] + "+", "copied (ran train_v2.py)")
