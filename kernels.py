@@ -135,8 +135,11 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
 
 def _rows_torch(logits, targets, losses, row_scale, softcap, ignore_index, grads=None, lse=None, lse_scale=None):
     """`_rows_triton` in plain PyTorch."""
+    v = logits.shape[1]
     ignored = targets == ignore_index
-    target = targets.masked_fill(ignored, 0)[:, None]  # gather() refuses other targets out of range
+    if not (ignored | (targets >= 0) & (targets < v)).all():
+        raise ValueError(f"targets must be in [0, {v}) or ignore_index={ignore_index}")
+    target = targets.masked_fill(ignored, 0)[:, None]
     s = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     log_p = s.log_softmax(1)
     losses.copy_(-log_p.gather(1, target).squeeze(1).masked_fill(ignored, 0))

@@ -278,6 +278,8 @@ SECTIONS = [
         ("mean_sq, old.lerp(mean_sq, 1 - beta2))", "mean_sq, old.lerp(mean_sq, beta2))"),
     ]),
     ("The cross-entropy of rows", "kernels.py", ROWS, [
+        ("(targets >= 0) & (targets < v)", "(targets < v)"),
+        ("(targets >= 0) & (targets < v)", "(targets >= 0)"),
         ("            total *= tl.exp(old_shift - shift)\n", ""),
         ("tl.maximum(tl.max(z, 0), -1e38) if", "tl.max(z, 0) if"),
         ("tl.where(ignored, 0.0, loss)", "loss"),
@@ -563,7 +565,7 @@ SECTIONS = [
         ("flash_for(gpu.capability)) and not gpu.flash:", "\"fa3\") and not gpu.flash:"),
         ("flash_for(gpu.capability)) and not gpu.flash:", "flash_for(gpu.capability)) and False:"),
         ("if not (difference := compare_with_mask(flash)) < 0.03:", "if (difference := 0):"),
-        ("in ((found, expected), gradients))", "in ((found, expected),))"),
+        ("in (found, expected), gradients:", "in [(found, expected)]:"),
         ('    except Exception as error:\n        raise unusable("fa3"', '    except ImportError as error:\n        raise unusable("fa3"'),
         ("int(gib * 2**30)", "int(gib * 2**20)"),
         ("peak, p.total_memory,", "peak, 0,"),
@@ -1093,7 +1095,7 @@ SECTIONS = [
     ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
         ("shutil.rmtree(folder, ignore_errors=True)", "pass"),
     ]),
-    ("Ideas", "night/show.py", ["test_memory.py", "-k", "one_look"], [
+    ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told"], [
         ("noise.band(len(idea.changes)) / 2", "noise.band(len(idea.changes))"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told or leave_records"], [
@@ -1310,7 +1312,7 @@ SECTIONS = [
         ('move_to_end(log, changed if status == "keep" else [])', "pass"),
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
-    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat"], [
+    ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or cannot_start"], [
         ('row["gpu"] != kind.gpu or commit', 'commit'),
         ('to_beat=to_beat, report=kind.report)', 'to_beat=to_beat)'),
         ('reason=result.reason)', 'reason="")'),

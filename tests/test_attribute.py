@@ -1,8 +1,10 @@
 """The morning's attribution: verdicts on simulated nights whose truth is known; a played one with real git."""
 
 import math
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -205,6 +207,22 @@ def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch)
     assert revisions([git.commit_train(head, b"y\n", "é", "night-loop/1")])[0][1] == "é"
     assert git.revert(b"x\n\n\n\nb\n", b"a\n\n\n\nc\n", b"a\n\n\n\nb\n") == b"x\n\n\n\nc\n"
     assert not [*other.glob("objects/??")]
+
+
+def test_tests_commit_in_their_own_repository_whatever_git_is_told(tmp_path):
+    """By a hook that runs pytest, and by the user's configuration, which may sign commits: gpg would ask who it is."""
+    config, other, own = (tmp_path / name for name in (".gitconfig", "other", "own"))
+    other.mkdir(), own.mkdir()
+    config.write_text("[commit]\ngpgSign = true\n[gpg]\nprogram = false\n[user]\nuseConfigOnly = true\n")
+    commands = "git init -q && git commit -q --allow-empty -m own && git log --format=%s"
+    code = f"import conftest, os; os.chdir({str(own)!r}); os.system({commands!r})"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env |= {"GIT_DIR": str(other), "GIT_INDEX_FILE": "index", "HOME": str(tmp_path)}
+    env |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "commit.gpgSign", "GIT_CONFIG_VALUE_0": "true"}
+    (tmp_path / "torch.py").write_text("class cuda: is_available = bool\ndevice = None")  # the real one takes 2 s
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "own\n"
+    assert not [*other.iterdir()]
 
 
 def test_a_branch_does_not_move_over_a_commit_that_came_meanwhile(shell):

@@ -246,7 +246,8 @@ def test_the_report_names_its_ends_and_judges_the_gain_by_test_with_new_seeds():
     assert "On test, which no other report has scored, the gain's 97% confidence interval is 0.0018 to 0.0035" in text
     assert "it holds up." in text
     test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
-    assert "may be chance" in told(val, test)
+    text = told(val, test)
+    assert "may be chance" in text and "The errors cover seeds, not texts" in text
 
 
 def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
