@@ -9,6 +9,8 @@ bug survives or an entry is stale. No part of the test suite.
 """
 # ruff: noqa: E501
 
+import atexit
+import functools
 import multiprocessing
 import os
 import re
@@ -1363,14 +1365,7 @@ class Bug:
         """Whether the tests noticed it, and which one did."""
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
-            shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-            for name in ("docs", "harness", "night"):
-                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            for path in ROOT.iterdir():
-                if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
-                    shutil.copy(path, folder)
-            for words in ("init -q", "-c user.name=x -c user.email=x@x commit -q --allow-empty -m x"):
-                subprocess.run(["git", *words.split()], cwd=folder, check=True)  # as some tests ask for HEAD's history
+            shutil.copytree(template(), folder, dirs_exist_ok=True)
             (folder / self.file).write_text((folder / self.file).read_text().replace(self.old, self.new))
             process = multiprocessing.get_context("fork").Process(target=run_pytest, args=(folder, self.tests))
             process.start()
@@ -1380,10 +1375,25 @@ class Bug:
                 process.join()
                 return True, "timeout"
             output = (folder / "output").read_text()
-            failed = re.search(r"^FAILED tests/(.*)$", output, re.MULTILINE)
-            if process.exitcode == 1 and failed:
-                return True, failed[1]
+            noticed = re.search(r"^(?:FAILED|ERROR) tests/(.*)$", output, re.MULTILINE)
+            if process.exitcode == 1 and noticed:
+                return True, noticed[1]
             return False, f"pytest ended with {process.exitcode}: " + output.strip().rpartition("\n")[2]
+
+
+@functools.cache
+def template() -> str:
+    """A copy of what the tests need, with a commit, as some ask for HEAD's history. It lasts as long as this process."""
+    folder = tempfile.mkdtemp(prefix="mutations-")
+    atexit.register(shutil.rmtree, folder)
+    for name in ("docs", "harness", "night", "tests"):
+        shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.suffix in (".py", ".toml", ".tsv", ".md", ".ipynb") or path.name == ".gitignore":
+            shutil.copy(path, folder)
+    for words in ("init -q", "-c user.name=x -c user.email=x@x commit -q --allow-empty -m x"):
+        subprocess.run(["git", *words.split()], cwd=folder, check=True)
+    return folder
 
 
 def run_pytest(folder: Path, tests: list[str]) -> None:
@@ -1422,6 +1432,7 @@ def main() -> None:
     survivors = []
     if "--check" not in sys.argv:
         import_what_takes_long()
+        template()  # here, so that all processes share it
         with ProcessPoolExecutor(int(os.environ.get("JOBS", 1)), multiprocessing.get_context("fork")) as pool:
             tried = [bug for bug in bugs if bug not in stale]
             for bug, (noticed, reason) in zip(tried, pool.map(Bug.outcome, tried), strict=True):
