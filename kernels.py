@@ -184,7 +184,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw sums chunks in fp32, or two in bf16 if x and weight are bf16."""
+    """Empty losses, lse, dx, dw. dw sums chunks in fp32, or up to two in bf16 if x and weight are."""
     (n, _), v, dw_dtype = x.shape, weight.shape[0], torch.float32  # len(x) would specialize a compiled graph
     if x.dtype == weight.dtype == torch.bfloat16 and n <= 2 * _chunk_rows(n, v, x.itemsize, x.device):
         dw_dtype = torch.bfloat16

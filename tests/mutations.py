@@ -193,7 +193,7 @@ SECTIONS = [
         ("else min(config.window, config.seq_len)", "else config.window"),
         ("if SOFTCAP else logits", "if True else logits"),
     ]),
-    ("Sums of rows", "kernels.py", ["test_sum_rows.py"], [
+    ("Sums of rows", "kernels.py", ["test_rows.py", "-k", "sums"], [
         ('return x[at].sum(1)', 'return x[at][:, 0]'),
         ('return grad[back].sum(1), None', 'return grad[back].sum(1) * 2, None'),
         ('return grad[back].sum(1), None', 'return grad[back][:, 0], None'),
@@ -253,7 +253,7 @@ SECTIONS = [
         ("self.fp8 and x.dtype == torch.bfloat16", "x.dtype == torch.bfloat16"),
         ("self.fp8 and x.dtype == torch.bfloat16 and", "self.fp8 and"),
     ]),
-    ("Adam on rows", "kernels.py", ["test_row_adam.py"], [
+    ("Adam on rows", "kernels.py", ["test_rows.py"], [
         ("mask=place > 0, other=-1", "mask=place > 0, other=0"),
         ("while found == 4:", "for _ in range(1):"),
         ("mask=same, other=0)[:, None] * C", "mask=same, other=0)[:, None] * BLOCK"),
