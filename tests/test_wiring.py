@@ -156,6 +156,18 @@ def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
+def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
+    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
+    assert [len(step) for step in record.batches] == [batches] * 5
+    assert {tuple(t.shape) for step in record.batches for batch in step for t in batch} == {(device_batch, T)}
+    assert record.summary["num_steps"] == "5"
+    assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+    for block in record.model.blocks[-1::-2]:
+        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
+        assert one == -other and abs(one) in map(pytest.approx, range(6))  # 0: both had as many
+
+
 def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_step_left_them(plain, tokenizer):
     """From the model's logits alone, in float64, a window at a time."""
     model, bos = with_weights(plain.model, plain.weights[-1]), tokenizer.get_bos_token_id()
@@ -178,18 +190,6 @@ def test_steps_get_their_share_of_the_budget_the_loaders_batches_in_order_and_pr
     assert torch.equal(plain.text, torch.cat([torch.stack([x, y], dim=1) for x, y, _ in expected]))
     printed = float(re.search(r"loss (\d+\.\d+)", plain.out)[1])
     assert printed == pytest.approx(np.mean(plain.losses[0]), abs=1e-4), "in nats, over the total batch"
-
-
-@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
-def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
-    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
-    assert [len(step) for step in record.batches] == [batches] * 5
-    assert {tuple(t.shape) for step in record.batches for batch in step for t in batch} == {(device_batch, T)}
-    assert record.summary["num_steps"] == "5"
-    assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
-    for block in record.model.blocks[-1::-2]:
-        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
-        assert one == -other and abs(one) in map(pytest.approx, range(6))  # 0: both had as many
 
 
 def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
