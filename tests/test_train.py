@@ -30,12 +30,12 @@ TINY = train.Config(
 )  # fmt: skip
 EXPERTS = dataclasses.replace(TINY, num_experts=3, experts_per_token=2)
 CPU = torch.device("cpu")
-NO_GPU = GPU(None, 0.0)
+GPUS = {torch.float32: GPU(None, 0.0), torch.bfloat16: GPU((8, 0), 0.0), torch.float16: GPU((7, 5), 0.0)}
 
 
-def build(config=TINY, seed=0):
+def build(config=TINY, seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
-    model = train.build_model(config, CPU, NO_GPU)
+    model = train.build_model(config, CPU, GPUS[dtype])
     return model, train.make_optimizer(model)
 
 
@@ -66,18 +66,15 @@ def trained(**sizes) -> train.GPT:
 # -- GPU
 
 
-@pytest.mark.parametrize(
-    ("capability", "flash", "dtype", "attention"),
-    [
+def test_numerics_follow_from_the_capability():
+    for capability, flash, *numerics in (
         (None, "", torch.float32, "sdpa"),
         ((7, 5), "", torch.float16, "sdpa"),
         ((8, 0), "", torch.bfloat16, "fa2"),
         ((9, 0), "", torch.bfloat16, "fa2"),
         ((10, 0), "fa4", torch.bfloat16, "fa4"),
-    ],
-)
-def test_numerics_follow_from_the_capability(capability, flash, dtype, attention):
-    assert train.pick_numerics(GPU(capability, 0.0, 0, flash)) == (dtype, attention)
+    ):
+        assert train.pick_numerics(GPU(capability, 0.0, 0, flash)) == tuple(numerics)
 
 
 def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
@@ -88,23 +85,20 @@ def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
     assert not any(size.n_embd % 64 or size.seq_len % min(size.window, size.seq_len) for _, size in train.SIZES)
 
 
-@pytest.mark.parametrize(
-    ("peak", "gigabytes", "rows"),  # a T4; an A100 of 40 GB; a small GPU; an H200; none
-    [
-        (65e12, 16, 2_621_440),
-        (312e12, 42.4, 5_242_880),
+def test_the_tables_take_at_most_half_of_the_memory():
+    for peak, gigabytes, rows in (
+        (65e12, 16, 2_621_440),  # a T4
+        (312e12, 42.4, 5_242_880),  # an A100 of 40 GB
         (25e12, 4, 655_360),
-        (990e12, 150, 10_485_760),
+        (990e12, 150, 10_485_760),  # an H200
         (0, 0, 655_360),
-    ],
-)
-def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
-    config = train.pick_size(GPU((8, 6), peak, int(gigabytes * 1e9)))
-    assert config == dataclasses.replace(train.pick_size(GPU((8, 6), peak)), ngram_rows=rows)
+    ):
+        config = train.pick_size(GPU((8, 6), peak, int(gigabytes * 1e9)))
+        assert config == dataclasses.replace(train.pick_size(GPU((8, 6), peak)), ngram_rows=rows)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reason"),
+    ("sizes", "rule"),
     [
         (dict(head_dim=48), "n_embd % head_dim == 0"),
         (dict(window=0), "window > 0"),
@@ -116,9 +110,9 @@ def test_the_tables_take_at_most_half_of_the_memory(peak, gigabytes, rows):
     ],
     ids=str,
 )
-def test_sizes_that_cannot_be_are_refused_with_their_values(sizes, reason):
+def test_sizes_that_cannot_be_are_refused_with_their_values(sizes, rule):
     values = ".*".join(f"{name}={value}," for name, value in sizes.items())
-    with pytest.raises(AssertionError, match=f"{re.escape(reason)} must hold in .*{values}"):
+    with pytest.raises(AssertionError, match=f"{re.escape(rule)} must hold in .*{values}"):
         dataclasses.replace(TINY, **sizes)
 
 
@@ -138,33 +132,28 @@ def test_a_run_says_which_size_is_live_and_why(monkeypatch, capsys):
         assert said(capsys).startswith(f"Size by SIZE instead of SIZES[{row}], for ")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0), (9, 0), (10, 3)])
-def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_its_size_and_a_run_says_so(
-    capability, capsys
-):
-    said(capsys)
-    h100, fast = harness.named_gpu("H100"), capability[0] in (9, 10)
-    config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
-    assert ("No experts, no FP8: only for sm_90 and sm_10x" in said(capsys)) != fast
-    assert config == dataclasses.replace(train.pick_size(h100), num_experts=32 if fast else 0, fp8=fast)
+def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_its_size_and_a_run_says_so(capsys):
+    h100 = harness.named_gpu("H100")
+    for capability in ((7, 5), (8, 0), (12, 0), (9, 0), (10, 3)):
+        said(capsys)
+        fast = capability[0] in (9, 10)
+        config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
+        assert ("No experts, no FP8: only for sm_90 and sm_10x" in said(capsys)) != fast
+        assert config == dataclasses.replace(train.pick_size(h100), num_experts=32 if fast else 0, fp8=fast)
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds", "scaled"),  # sequences in a step and in a device batch
-    [
-        ((64, 64), 300, (64, 64)),
-        ((64, 64), 60, (32, 32)),
-        ((64, 64), 1200, (128, 64)),
-        ((12, 4), 3, (1, 1)),
-        ((96, 16), 3, (12, 4)),
-        ((5, 5), 75, (2, 1)),
-    ],
-)
-def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches(given, seconds, scaled):
-    total, device_batch_size = given
-    config = dataclasses.replace(TINY, device_batch_size=device_batch_size, total_batch_size=total * TINY.seq_len)
-    config = train.scale_batch(config, seconds)
-    assert (config.total_batch_size, config.device_batch_size) == (scaled[0] * TINY.seq_len, scaled[1])
+def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches():
+    for sequences, device_batch, seconds, *expected in (  # sequences in a step, and at once
+        (64, 64, 300, 64, 64),
+        (64, 64, 60, 32, 32),
+        (64, 64, 1200, 128, 64),
+        (12, 4, 3, 1, 1),
+        (96, 16, 3, 12, 4),
+        (5, 5, 75, 2, 1),
+    ):
+        config = dataclasses.replace(TINY, device_batch_size=device_batch, total_batch_size=sequences * TINY.seq_len)
+        config = train.scale_batch(config, seconds)
+        assert [config.total_batch_size / TINY.seq_len, config.device_batch_size] == expected
 
 
 # -- Model
@@ -174,13 +163,6 @@ def test_text_longer_than_the_model_is_refused_with_both_numbers():
     model, _ = build()
     with pytest.raises(AssertionError, match=r"65 tokens exceed eval_seq_len: .* eval_seq_len=64\)"):
         model(torch.zeros(1, 65, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("T", [5, 64, 65, 200])
-def test_in_rows_longer_than_those_of_training_a_head_sees_as_far_back_as_in_training(T):
-    q, k, v = torch.randn(3, 2, T, 2, 16)
-    expected = sliding_attention(q.double(), k.double(), v.double(), 64)
-    assert torch.allclose(train.sdpa(q, k, v, 64, None).double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [train.SOFTCAP, None])
@@ -197,16 +179,16 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_an_ignored_target_counts_no
 
 
 def test_flops_count_every_matrix_six_times_and_every_key_within_the_window():
-    config = dataclasses.replace(TINY, window=16)
-    model, _ = build(config)
+    def flops(**sizes) -> float:
+        return build(dataclasses.replace(TINY, **sizes))[0].flops_per_token()
+
     matrices = 3 * 12 * 64 * 64 + 64 * VOCAB + (4 + 2 + 4) * 32  # blocks, lm_head, gates of 2 heads, twice with values
     keys = 16 + 16 + 64
-    assert model.flops_per_token() == 6 * matrices + 12 * 64 * keys
-    wide, _ = build(dataclasses.replace(TINY, window=2 * TINY.seq_len))
-    assert wide.flops_per_token() == build()[0].flops_per_token() == 6 * matrices + 12 * 64 * 3 * TINY.seq_len
+    assert flops(window=16) == 6 * matrices + 12 * 64 * keys
+    assert flops() == flops(window=2 * TINY.seq_len) == 6 * matrices + 12 * 64 * 3 * TINY.seq_len
     for per_token in (1, 2):  # as wide as before, and a router in the first and the last block
-        experts, _ = build(dataclasses.replace(config, num_experts=4, experts_per_token=per_token))
-        assert experts.flops_per_token() == 6 * (matrices + 2 * 4 * 64) + 12 * 64 * keys
+        experts = dict(num_experts=4, experts_per_token=per_token)
+        assert flops(window=16, **experts) == 6 * (matrices + 2 * 4 * 64) + 12 * 64 * keys
 
 
 @pytest.mark.parametrize("experts, per_token", [(3, 1), (32, 2)])
@@ -283,6 +265,20 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
     expected = loss_of(average).item()
     train_on(model, train.make_optimizer(model))
     assert loss_of(average).item() == expected != loss_of(model).item()
+
+
+def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
+    class Doubled(train.GPT):
+        def trunk(self, *args):
+            return 2 * super().trunk(*args)
+
+    model, (tokens, *_) = Doubled(TINY, torch.float32, "sdpa"), next(batches())
+    model.init_weights()
+    first = model(tokens).detach()
+    compile_trunk(model, "eager", monkeypatch)
+    assert torch.equal(model(tokens), first)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), first)
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
@@ -367,37 +363,6 @@ def test_a_head_that_is_more_than_its_weight_is_refused_where_the_loss_would_for
             model(tokens, tokens)
 
 
-def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
-    class Doubled(train.GPT):
-        def trunk(self, *args):
-            return 2 * super().trunk(*args)
-
-    tokens = torch.arange(128).view(2, 64)
-    monkeypatch.setattr(train, "compiled", lambda function: function)
-    model = Doubled(TINY, torch.float32, "sdpa")
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    first = model(tokens).detach()
-    with torch.no_grad():
-        assert torch.equal(model(tokens), first)
-    model.compile_trunk()
-    assert torch.equal(model(tokens), first)
-
-
-def test_rates_that_somebody_changes_in_the_loop_are_set_anew_for_each_step():
-    """As in a warm-up by hand."""
-    _, optimizer = build()
-    rates = []
-    for progress in (0.0, 0.5, 0.5):
-        train.set_schedules(optimizer, progress)
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.1
-    assert rates[1] == rates[2]
-    kinds = [group["kind"] for group in optimizer.param_groups]
-    assert all((a == b) == (kind == "rows") for a, b, kind in zip(*rates[:2], kinds, strict=True)) and "rows" in kinds
-
-
 def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_numbers_of_a_run_to_its_seed():
     values, draws = [], []
     for seed, edited in ((1, False), (1, True), (2, False)):
@@ -441,12 +406,6 @@ def test_a_table_that_is_also_used_otherwise_is_refused():
         optimizer.step()
 
 
-def half(dtype, config=TINY, seed=0):
-    """A model in fp16 or bf16."""
-    torch.manual_seed(seed)
-    return train.build_model(config, CPU, GPU((7, 5) if dtype == torch.float16 else (8, 0), 0.0))
-
-
 ANY = {
     "ours": train.make_optimizer,
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
@@ -454,11 +413,10 @@ ANY = {
 }
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.fixture(params=GPUS, ids=str)
 def any_model(request, exact_windows):
     """In each dtype. Only pieces of 64 in one block: 16-bit attention is slow on a CPU."""
-    config = dataclasses.replace(TINY, depth=1)
-    return build(config)[0] if request.param == torch.float32 else half(request.param, config)
+    return build(dataclasses.replace(TINY, depth=1), dtype=request.param)[0]
 
 
 def step_clipped(model, optimizer, scaler, norm=0.5) -> float:
@@ -509,37 +467,20 @@ def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_sc
     assert all(p.isfinite().all() for p in any_model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_when_our_optimizer_is_gone_or_another_one_comes_gradients_of_tables_are_dense(dtype, capsys, exact_windows):
+def test_when_our_optimizer_is_gone_or_another_one_comes_gradients_of_tables_are_dense(any_model, capsys):
     """Without the garbage collector, which a run turns off."""
     said(capsys)
-    model = build()[0] if dtype == torch.float32 else half(dtype, dataclasses.replace(TINY, depth=1))
     gc.disable()
     try:
-        optimizer = train.make_optimizer(model)
-        train_on(model, optimizer)
-        loss_of(model).backward()
-        table = model.ngram_embeds[0].weight
+        optimizer, table, dtype = train.make_optimizer(any_model), any_model.ngram_embeds[0].weight, any_model.dtype
+        loss_of(any_model).backward()
         assert table.grad is None and table.dtype == dtype and len(optimizer.row_grads[table]) == 1
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        loss_of(model).backward()
+        optimizer = torch.optim.SGD(any_model.parameters(), 0.1)
+        loss_of(any_model).backward()
         assert table.grad.dtype == table.dtype == torch.float32 and not table.grad.is_sparse and table.grad.any()
         assert ("n-gram tables: fp32, dense gradients" in said(capsys)) == (dtype != torch.float32)
     finally:
         gc.enable()
-
-
-def test_an_average_of_the_weights_is_a_copy_that_keeps_its_dtype(exact_windows):
-    model = half(torch.bfloat16, dataclasses.replace(TINY, depth=1))
-    optimizer = train.make_optimizer(model)
-    average = copy.deepcopy(model).eval()
-    train_on(model, optimizer)
-    with torch.no_grad():
-        for p, q in zip(average.parameters(), model.parameters(), strict=True):
-            p.lerp_(q, 0.5)
-        loss = loss_of(average)
-    assert loss.isfinite() and average.ngram_embeds[0].weight.dtype == torch.bfloat16
-    assert average.ngram_embeds[0].weight.any() and len(optimizer.row_grads) == len(train.NGRAMS)
 
 
 def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypatch):
@@ -557,7 +498,7 @@ def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypat
 # -- Warm-up and loop
 
 
-def run_loop(tokenizer, clock, monkeypatch, config=TINY, device=CPU, gpu=NO_GPU):
+def run_loop(tokenizer, clock, monkeypatch, config=TINY, device=CPU, gpu=GPUS[torch.float32]):
     """train.train() on a CPU, with the tiny sizes."""
     config = dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size())
     monkeypatch.setattr(train, "pick_size", lambda gpu: config)
