@@ -108,12 +108,9 @@ def declare_squares(p: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 STACKS = {
-    "squares": [(16, 16), (48, 16), (16, 64), (16, 16)],
-    "many shapes": [(16, 16), (40, 16), (24, 48), (3, 32, 16), (16, 16), (3, 16, 48), (5, 3)],
-    "tall and wide": [(40, 16), (16, 40), (40, 16), (16, 40)],
-    "experts and matrices": [(3, 32, 16), (16, 16), (2, 16, 16)],
+    "matrices": [(16, 16), (48, 16), (16, 64), (16, 16), (40, 16), (16, 40), (24, 48), (5, 3)],
+    "experts and matrices": [(3, 32, 16), (16, 16), (3, 16, 48), (16, 16), (4, 16, 32)],
     "experts that are no squares": [(4, 12, 16)],
-    "wide experts": [(4, 16, 32), (3, 16, 16)],
 }
 
 
@@ -147,15 +144,6 @@ def test_queries_keys_and_values_of_unequal_widths_are_orthogonalized_each_by_th
         reference.Muon(part).step(grad, 0.1, 0.5, 0.9)
     optimizer.step()
     assert_close([p], [copy], 5e-5)
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 64), (16, 40), (3, 32, 16), (3, 12, 16)])
-def test_what_muon_does_to_a_matrix_reaches_the_parameter_once(shape):
-    p = declare_squares(torch.nn.Parameter(torch.zeros(shape)))
-    for matrix in train.matrices(p.data, p.optim["split"]):
-        matrix += 1
-        assert matrix.size(1) >= matrix.size(2)
-    assert (p == 1).all()
 
 
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
@@ -200,9 +188,8 @@ def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overf
         assert p.grad is None and len(optimizer.row_grads[p]) == 1
         before = p.detach().clone()
         optimizer.step()
-        assert p.grad is None and not optimizer.row_grads[p]
-        moved = (p.detach() != before).any(1).tolist()
-        assert moved == [False, True, False, scale == 1, False]
+        assert not optimizer.row_grads[p]
+        assert (p.detach() != before).any(1).tolist() == [False, True, False, scale == 1, False]
     (state,) = optimizer.param_groups[0]["moments"]
     assert state.dtype == torch.float32 and state.tolist() == [[0, 0], [1, 2], [0, 0], [1, 1], [0, 0]]
 
@@ -258,7 +245,7 @@ def test_muon_moves_the_blocks_matrices_in_squares_and_the_experts_in_halves():
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.3, 0.999, 1.0])
-def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
+def test_rates_and_the_decay_of_matrices_fall_linearly_whatever_was_set_before(progress, monkeypatch):
     """Rates to the final fraction, but those of tables stay: there the updates that halve a row's rate fall, to 1/16.
 
     The decay to zero, but that of value embeddings stays.
@@ -266,7 +253,9 @@ def test_rates_and_the_decay_of_matrices_fall_linearly(progress, monkeypatch):
     monkeypatch.setattr(train, "FINAL_LR", 0.1)
     optimizer, groups = groups_by_parameter()
     before = {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()}
-    train.set_schedules(optimizer, 0.9)  # what an earlier step has set leaves no trace
+    train.set_schedules(optimizer, 0.9)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1  # a warm-up by hand
     train.set_schedules(optimizer, progress)
     for name, group in groups.items():
         (lr, decay), matrix = before[name], group["kind"] == "muon"
