@@ -4,9 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
-import io
 import itertools
-import math
 import re
 import types
 from contextlib import nullcontext
@@ -281,8 +279,8 @@ def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
         assert torch.equal(model(tokens), first)
 
 
-@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True)], ids=["fp16", "bf16"])
-def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(monkeypatch, capability, fast):
+@pytest.mark.parametrize(("dtype", "fast"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(monkeypatch, dtype, fast):
     allowed = []
 
     def attention(q, k, v, mask, is_causal):
@@ -290,7 +288,7 @@ def test_cudnn_and_flash_attention_serve_bf16_and_not_fp16_whose_loss_is_scaled(
         allowed.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()))
         return v
 
-    model = train.build_model(TINY, CPU, GPU(capability, 0.0))
+    model, _ = build(dtype=dtype)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     loss_of(model)
     assert set(allowed) == {(fast, fast, True)}
@@ -385,20 +383,6 @@ def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_num
 # -- Optimizer
 
 
-@pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["MLP", "experts"])
-def test_a_saved_state_trains_on_as_the_model_itself_does(config):
-    model, optimizer = build(config)
-    train_on(model, optimizer, 3)
-    buffer = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], buffer)
-    expected = train_on(model, optimizer, 8)
-    weights, state = torch.load(io.BytesIO(buffer.getvalue()))
-    other, optimizer = build(config, seed=1)
-    other.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    assert train_on(other, optimizer, 8) == expected and expected[-1] < expected[0] - 1
-
-
 def test_a_table_that_is_also_used_otherwise_is_refused():
     model, optimizer = build()
     (loss_of(model) + model.ngram_embeds[0].weight.square().mean()).backward()
@@ -419,33 +403,18 @@ def any_model(request, exact_windows):
     return build(dataclasses.replace(TINY, depth=1), dtype=request.param)[0]
 
 
-def step_clipped(model, optimizer, scaler, norm=0.5) -> float:
-    """As an edit writes it."""
-    loss = loss_of(model)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert 0.01 < torch.nn.utils.clip_grad_norm_(model.parameters(), norm) < 100
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 @pytest.mark.parametrize("optimizer", ANY)
 def test_any_optimizer_trains_the_model_tables_included_and_gradients_can_be_clipped(any_model, optimizer):
-    optimizer, scaler = ANY[optimizer](any_model), train.make_scaler(any_model)
-    losses = [step_clipped(any_model, optimizer, scaler) for _ in range(4)]
+    optimizer, scaler, losses = ANY[optimizer](any_model), train.make_scaler(any_model), []
+    for _ in range(4):
+        losses.append(loss_of(any_model))
+        scaler.scale(losses[-1]).backward()
+        scaler.unscale_(optimizer)
+        assert 0.01 < torch.nn.utils.clip_grad_norm_(any_model.parameters(), 0.5) < 100
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.02 and all(table.weight.any() for table in any_model.ngram_embeds)
-
-
-def test_the_scale_is_nothing_to_tables_whose_scaler_has_unscaled_the_rest():
-    tables = []
-    for scaled in (False, True):
-        (model, optimizer), scaler = build(), torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
-        for _ in range(3):
-            step_clipped(model, optimizer, scaler, norm=math.inf)
-        tables.append(torch.cat([table.weight.detach() for table in model.ngram_embeds]))
-    torch.testing.assert_close(*tables, rtol=1e-3, atol=1e-4)
 
 
 def test_no_gradient_is_used_twice_or_after_it_was_zeroed_and_a_step_needs_no_scaler(any_model):
@@ -473,6 +442,8 @@ def test_when_our_optimizer_is_gone_or_another_one_comes_gradients_of_tables_are
     gc.disable()
     try:
         optimizer, table, dtype = train.make_optimizer(any_model), any_model.ngram_embeds[0].weight, any_model.dtype
+        average = copy.deepcopy(any_model).eval()
+        assert loss_of(average).isfinite() and average.ngram_embeds[0].weight.dtype == dtype
         loss_of(any_model).backward()
         assert table.grad is None and table.dtype == dtype and len(optimizer.row_grads[table]) == 1
         optimizer = torch.optim.SGD(any_model.parameters(), 0.1)
@@ -498,11 +469,11 @@ def test_four_bit_training_learns_and_keeps_masters_and_codes_together(monkeypat
 # -- Warm-up and loop
 
 
-def run_loop(tokenizer, clock, monkeypatch, config=TINY, device=CPU, gpu=GPUS[torch.float32]):
+def run_loop(tokenizer, clock, monkeypatch, config=TINY):
     """train.train() on a CPU, with the tiny sizes."""
     config = dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size())
     monkeypatch.setattr(train, "pick_size", lambda gpu: config)
-    model, numbers = train.train(clock, tokenizer, device, 0, gpu)
+    model, numbers = train.train(clock, tokenizer, CPU, 0, GPUS[torch.float32])
     assert not model.training, "an edit's dropout would be scored"
     return model, numbers
 
@@ -521,11 +492,10 @@ class WithStatistics(train.GPT):
         return super().forward(idx, *args)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, dtype, kind):
+def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, kind):
     """Nothing of it knows that it was warmed up, so torch.optim.AdamW in place of our optimizer works as well."""
-    monkeypatch.setattr(train, "pick_numerics", lambda *_: (dtype, "sdpa"))
+    monkeypatch.setattr(train, "pick_numerics", lambda *_: (torch.float16, "sdpa"))
     monkeypatch.setattr(train, "GPT", WithStatistics)
     if kind == "adamw":
         monkeypatch.setattr(train, "make_optimizer", lambda model: torch.optim.AdamW(model.parameters()))
@@ -551,8 +521,8 @@ def test_the_clock_starts_once_the_warm_up_has_compiled(monkeypatch, tokenizer):
     monkeypatch.setattr(harness.clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(train, "train_step", timed_step)
     clock = Clock(seconds=5)
-    run_loop(tokenizer, clock, monkeypatch)
-    assert clock.steps == clock.elapsed() == 5
+    _, numbers = run_loop(tokenizer, clock, monkeypatch)
+    assert clock.steps == clock.elapsed() == 5 and numbers["numerics"] == "float32/sdpa"
 
 
 @pytest.mark.parametrize("fits", [0, 2])
@@ -602,19 +572,14 @@ def test_tables_start_over_when_whole_epochs_are_left_and_nothing_else_does(monk
     assert calls == [(step, True, (TINY.ngram_rows, c)) for step in resets for c in columns]
 
 
-def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu_and_not_of_one_that_lends_its_size(monkeypatch, tokenizer):
-    build_model, make_dataloader = train.build_model, train.make_dataloader
-    monkeypatch.setattr(train, "build_model", lambda config, _, gpu: build_model(config, CPU, gpu))
-    monkeypatch.setattr(train, "make_dataloader", lambda *args: make_dataloader(*args[:-1], CPU))
+def test_mfu_is_the_share_of_the_peak_flops_of_this_gpu(monkeypatch):
     monkeypatch.setattr(harness.summary, "this_gpu", lambda: GPU((7, 5), 1e6))
-    for kind in ("cuda", "cpu"):
-        clock = Clock(tokens=128 * 2)
+    (model, _), clock = build(), types.SimpleNamespace(tokens=256, elapsed=lambda: 2.0)
+    percent = 100 * model.flops_per_token() * 256 / 2 / 1e6
+    for kind, expected in (("cuda", percent), ("cpu", 0)):
         device = types.SimpleNamespace(type=kind)
-        model, numbers = run_loop(tokenizer, clock, monkeypatch, TINY, device, GPU(None, 1.0))
-        percent = 100 * model.flops_per_token() * 256 / clock.elapsed() / 1e6
-        assert harness.mfu_percent(model, clock, device) == pytest.approx(percent * (kind == "cuda"), rel=1e-3)
+        assert harness.mfu_percent(model, clock, device) == pytest.approx(expected)
         assert harness.mfu_percent(torch.nn.Linear(1, 1), clock, device) == 0, "an edit without flops_per_token()"
-    assert numbers["numerics"] == "float32/sdpa"
 
 
 def test_collapse_of_the_loss_scale_ends_the_run(monkeypatch, tokenizer):
