@@ -600,7 +600,7 @@ SECTIONS = [
         ('if group.get("kind") == "muon":\n            group["w', 'if group["kind"] == "muon":\n            group["w'),
         ("self.num_skipped, self.zero = torch", "self.grad_scale, self.zero = torch"),
     ]),
-    ("The live size", "train.py", ["test_train.py", "-k", "live or no_experts"], [
+    ("The live size", "train.py", ["test_train.py", "-k", "live"], [
         ("config = SIZE or SIZES[row][1]", "config = SIZES[row][1]"),
         ("(config.num_experts or config.fp8) and gpu.capability and", "not config.num_experts and gpu.capability and"),
         ("replace(config, num_experts=0, fp8=False)", "replace(config, num_experts=0)"),

@@ -75,15 +75,12 @@ def test_numerics_follow_from_the_capability():
         assert train.pick_numerics(GPU(capability, 0.0, 0, flash)) == tuple(numerics)
 
 
-def test_size_grows_with_the_gpu_and_4_bit_blocks_and_windows_divide_it():
+def test_size_grows_with_the_gpu_and_its_tables_take_at_most_half_of_the_memory():
     sizes = [train.pick_size(GPU(None, peak)) for peak in (0, 25e12, 65e12, 121e12, 312e12, 989e12, 2250e12)]
     matrices = [config.depth * config.n_embd**2 for config in sizes]
     assert matrices == sorted(matrices)
     assert sizes[0] == train.SIZES[0][1] and sizes[-1] == train.SIZES[-1][1] and sizes[1] == sizes[2] != sizes[3]
     assert not any(size.n_embd % 64 or size.seq_len % min(size.window, size.seq_len) for _, size in train.SIZES)
-
-
-def test_the_tables_take_at_most_half_of_the_memory():
     for peak, gigabytes, rows in (
         (65e12, 16, 2_621_440),  # a T4
         (312e12, 42.4, 5_242_880),  # an A100 of 40 GB
@@ -120,24 +117,21 @@ def said(capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_says_which_size_is_live_and_why(monkeypatch, capsys):
+def test_a_run_says_which_size_is_live_and_that_experts_need_a_fast_grouped_gemm(monkeypatch, capsys):
     said(capsys)
     train.pick_size(harness.named_gpu("T4"))
     assert said(capsys) == "Size by SIZES[1], for 6.51e+13 FLOP/s\n"
-    monkeypatch.setattr(train, "SIZE", TINY)
-    for name, row in (("T4", 1), ("H100", 4), ("cpu", 0)):
-        assert train.pick_size(harness.named_gpu(name)) == TINY
-        assert said(capsys).startswith(f"Size by SIZE instead of SIZES[{row}], for ")
-
-
-def test_there_are_no_experts_without_a_fast_grouped_gemm_whichever_gpu_lends_its_size_and_a_run_says_so(capsys):
     h100 = harness.named_gpu("H100")
     for capability in ((7, 5), (8, 0), (12, 0), (9, 0), (10, 3)):
-        said(capsys)
         fast = capability[0] in (9, 10)
         config = train.pick_size(h100._replace(capability=capability))  # `--gpu H100` on a T4, an A100
         assert ("No experts, no FP8: only for sm_90 and sm_10x" in said(capsys)) != fast
         assert config == dataclasses.replace(train.pick_size(h100), num_experts=32 if fast else 0, fp8=fast)
+    said(capsys)
+    monkeypatch.setattr(train, "SIZE", TINY)
+    for name, row in (("T4", 1), ("H100", 4), ("cpu", 0)):
+        assert train.pick_size(harness.named_gpu(name)) == TINY
+        assert said(capsys).startswith(f"Size by SIZE instead of SIZES[{row}], for ")
 
 
 def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches():
@@ -155,12 +149,6 @@ def test_the_batch_follows_the_square_root_of_the_budget_in_whole_device_batches
 
 
 # -- Model
-
-
-def test_text_longer_than_the_model_is_refused_with_both_numbers():
-    model, _ = build()
-    with pytest.raises(AssertionError, match=r"65 tokens exceed eval_seq_len: .* eval_seq_len=64\)"):
-        model(torch.zeros(1, 65, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("softcap", [train.SOFTCAP, None])
@@ -256,27 +244,22 @@ def test_the_trunk_is_one_compilation(monkeypatch):
     assert all(backend.name in tag for backend in train.BACKENDS)
 
 
-def test_a_copy_of_a_compiled_model_computes_with_its_own_weights(monkeypatch):
-    model = trained()
-    compile_trunk(model, "eager", monkeypatch)
-    average = copy.deepcopy(model)
-    expected = loss_of(average).item()
-    train_on(model, train.make_optimizer(model))
-    assert loss_of(average).item() == expected != loss_of(model).item()
-
-
-def test_a_models_own_trunk_is_trained_and_scored(monkeypatch):
+def test_a_trunk_of_ones_own_is_compiled_and_scored_and_a_copy_computes_with_its_own_weights(monkeypatch):
     class Doubled(train.GPT):
         def trunk(self, *args):
             return 2 * super().trunk(*args)
 
+    torch.manual_seed(0)
     model, (tokens, *_) = Doubled(TINY, torch.float32, "sdpa"), next(batches())
     model.init_weights()
     first = model(tokens).detach()
     compile_trunk(model, "eager", monkeypatch)
-    assert torch.equal(model(tokens), first)
+    average = copy.deepcopy(model)
     with torch.no_grad():
         assert torch.equal(model(tokens), first)
+    assert torch.equal(model(tokens), first)
+    train_on(model, train.make_optimizer(model))
+    assert torch.equal(average(tokens), first) and not torch.equal(model(tokens), first)
 
 
 @pytest.mark.parametrize(("dtype", "fast"), [(torch.float16, False), (torch.bfloat16, True)])
@@ -319,11 +302,6 @@ def test_a_parameter_that_declares_nothing_keeps_its_first_values_and_learns_by_
     assert said(capsys) == f"blocks.*.mlp.shift declares no optimizer: {kind}, lr {lr}\n"
 
 
-def test_what_is_computed_from_parameters_can_declare_nothing():
-    with pytest.raises(AssertionError, match=re.escape("declare() its parameters")):
-        train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
-
-
 def test_what_is_written_into_a_parameter_that_has_declared_its_values_is_there_again_after_the_warm_up(monkeypatch):
     """In a constructor, by self.apply(_init_weights), or into a built model. The optimizer is the declared one."""
 
@@ -352,11 +330,17 @@ def test_what_is_written_into_a_parameter_that_has_declared_its_values_is_there_
     assert 0.4 < written["embed.weight"].std() < 0.6
 
 
-def test_a_head_that_is_more_than_its_weight_is_refused_where_the_loss_would_forget_the_rest():
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
+def test_what_would_train_in_silence_is_refused():
+    (model, optimizer), tokens = build(), torch.zeros(2, 64, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"65 tokens exceed eval_seq_len: .* eval_seq_len=64\)"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+    (loss_of(model) + model.ngram_embeds[0].weight.square().mean()).backward()
+    with pytest.raises(AssertionError, match=r"a table \(512, 64\) that is not only looked up needs adamw\(\)"):
+        optimizer.step()
+    with pytest.raises(AssertionError, match=re.escape("declare() its parameters")):
+        train.declare(torch.nn.utils.parametrizations.weight_norm(train.Linear(4, 4)), 0, train.muon(0.1))
     for head in (torch.nn.Linear(64, VOCAB), type("Scaled", (train.Linear,), {"forward": torch.mul})(64, VOCAB)):
-        model, _ = build()
-        model.lm_head = head
+        model.lm_head = head  # more than its weight
         with pytest.raises(AssertionError, match=r"the loss takes lm_head\.weight alone"):
             model(tokens, tokens)
 
@@ -381,13 +365,6 @@ def test_initial_values_follow_from_seed_and_name_alone_and_leave_the_random_num
 
 
 # -- Optimizer
-
-
-def test_a_table_that_is_also_used_otherwise_is_refused():
-    model, optimizer = build()
-    (loss_of(model) + model.ngram_embeds[0].weight.square().mean()).backward()
-    with pytest.raises(AssertionError, match=r"a table \(512, 64\) that is not only looked up needs adamw\(\)"):
-        optimizer.step()
 
 
 ANY = {
