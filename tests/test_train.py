@@ -455,23 +455,21 @@ def run_loop(tokenizer, clock, monkeypatch, config=TINY):
     return model, numbers
 
 
-class WithStatistics(train.GPT):
-    """As an edit makes one: forward changes buffers, of which one is saved, and draws random numbers."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.register_buffer("mean", torch.zeros(2))
-        self.register_buffer("sum", torch.zeros(2), persistent=False)
-
-    def forward(self, idx, *args):
-        self.mean.lerp_(idx.float().aminmax().max, 0.1)
-        self.sum = self.sum + torch.rand(2)
-        return super().forward(idx, *args)
-
-
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_a_run_with_warm_up_equals_one_without_bit_for_bit(monkeypatch, tokenizer, kind):
     """Nothing of it knows that it was warmed up, so torch.optim.AdamW in place of our optimizer works as well."""
+
+    class WithStatistics(train.GPT):  # changes buffers, of which one is saved, and draws random numbers
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("sum", torch.zeros(2), persistent=False)
+
+        def forward(self, idx, *args):
+            self.mean.lerp_(idx.float().aminmax().max, 0.1)
+            self.sum = self.sum + torch.rand(2)
+            return super().forward(idx, *args)
+
     monkeypatch.setattr(train, "pick_numerics", lambda *_: (torch.float16, "sdpa"))
     monkeypatch.setattr(train, "GPT", WithStatistics)
     if kind == "adamw":
@@ -504,11 +502,7 @@ def test_the_clock_starts_once_the_warm_up_has_compiled(monkeypatch, tokenizer):
 
 @pytest.mark.parametrize("fits", [0, 2])
 @pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
 )
 def test_out_of_memory_in_warm_up_shrinks_the_device_batch_to_a_divisor_as_far_as_one_sequence(fits, error, capsys):
     model, _ = build(dataclasses.replace(TINY, device_batch_size=9, total_batch_size=18 * 64))
