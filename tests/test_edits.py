@@ -53,13 +53,6 @@ BLOCK = "        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2
 HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
 LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
 QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"
-SDPA = "    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)"
-ALIBI = """\
-    i = torch.arange(k.size(-2), device=q.device)
-    distance = i[-q.size(-2) :, None] - i
-    slope = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(-1, 1, 1)
-    bias = torch.where((distance >= 0) if mask is None else mask, -slope * distance, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype))"""
 INIT = "        model.init_weights()\n    if device.type"
 
 EDITS = {
@@ -89,10 +82,6 @@ EDITS = {
         after(BLOCK, "        self.norm = nn.LayerNorm(config.n_embd)\n"),
         ("        h = norm(x)\n", "        h = self.norm(x.float()).to(x.dtype)\n"),
     ], says=r"blocks\.\*\.norm\.bias declares no optimizer: adamw"),
-    "RMSNorm with weights": Edit([
-        after(BLOCK, "        self.scale = nn.Parameter(torch.ones(config.n_embd))\n"),
-        ("        h = norm(x)\n", "        h = norm(x) * self.scale.to(x.dtype)\n"),
-    ], says=r"blocks\.\*\.scale declares no optimizer: adamw"),
     "biases": Edit([
         ("outputs, bias=False)\n", "outputs, bias=True)\n        nn.init.zeros_(self.bias)\n"),
         ("""(x, self.weight)
@@ -152,10 +141,6 @@ EDITS = {
     ]),
     "full context elsewhere": replace("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
-    "ALiBi": Edit([
-        (SDPA, ALIBI),
-        ('gpu.flash or "fa2"', '"sdpa"'),
-    ]),
     "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),
     "parallel attention and MLP": replace(
         "        x = x + self.attn(norm(x), idx, cos, sin)\n        h = norm(x)\n",
