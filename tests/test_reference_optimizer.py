@@ -97,33 +97,40 @@ def test_adamw_follows_pytorchs_own_in_float64(steps):
     assert_close(params, copies, 1e-5)
 
 
-def declare_squares(p: torch.nn.Parameter) -> torch.nn.Parameter:
+QKV = [24, 6, 6]  # widths of queries, keys and values in a matrix of 36 rows
+
+
+def declare(p: torch.nn.Parameter) -> torch.nn.Parameter:
     """As train.py does for its own matrices: where a side is a multiple of the other, each square is a matrix."""
     R, C = p.shape[-2:]
-    split = (C, -2) if R % C == 0 else (R, -1) if C % R == 0 else None
+    split = (QKV, -2) if R == 36 else (C, -2) if R % C == 0 else (R, -1) if C % R == 0 else None
     return train.declare(p, None, train.muon(0.0, split))
 
 
+def matrices(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the reference takes for a matrix: each expert; queries, keys and values."""
+    return t.split(QKV) if len(t) == 36 else t.view(-1, *t.shape[-2:]).unbind()
+
+
 STACKS = {
-    "matrices": [(16, 16), (48, 16), (16, 64), (16, 16), (40, 16), (16, 40), (24, 48), (5, 3)],
+    "matrices": [(16, 16), (48, 16), (16, 64), (16, 16), (40, 16), (16, 40), (24, 48), (5, 3), (36, 16)],
     "experts and matrices": [(3, 32, 16), (16, 16), (3, 16, 48), (16, 16), (4, 16, 32)],
     "experts that are no squares": [(4, 12, 16)],
 }
 
 
 @pytest.mark.parametrize("shapes", STACKS)
-def test_muon_follows_its_reference_which_takes_each_expert_for_a_matrix(steps, shapes):
+def test_muon_follows_its_reference(steps, shapes):
     params, copies = parameters(*STACKS[shapes])
-    params = [*map(declare_squares, params)]
-    references = [[reference.Muon(matrix) for matrix in copy.view(-1, *copy.shape[-2:])] for copy in copies]
-    optimizer = make("muon", params)
+    references = [[*map(reference.Muon, matrices(copy))] for copy in copies]
+    optimizer = make("muon", [*map(declare, params)])
     for i, factor in steps(optimizer, 6):
         set_rates(optimizer, LR[i], DECAY[i], MOMENTUM[i])
-        for n, (p, matrices) in enumerate(zip(params, references, strict=True)):
+        for n, (p, of_reference) in enumerate(zip(params, references, strict=True)):
             grad = 10.0 ** (i - 3) * torch.randn(p.shape) * torch.linspace(0.2, 2, p.size(-2))[:, None]  # rows differ
             missing = n == 3 and i in (0, 4)  # no gradient: it stays, and its momentum fades
             p.grad = None if missing else factor * grad
-            for matrix, g in zip(matrices, grad.double().view(-1, *grad.shape[-2:]), strict=True):
+            for matrix, g in zip(of_reference, matrices(grad.double()), strict=True):
                 before = matrix.p.clone()
                 matrix.step(g * (not missing), LR[i], DECAY[i], MOMENTUM[i])
                 if missing:
@@ -131,23 +138,10 @@ def test_muon_follows_its_reference_which_takes_each_expert_for_a_matrix(steps, 
     assert_close(params, copies, 5e-5)
 
 
-def test_queries_keys_and_values_of_unequal_widths_are_orthogonalized_each_by_themselves():
-    widths = [24, 6, 6]
-    (p,), (copy,) = parameters((36, 16))
-    optimizer = make("muon", [train.declare(p, None, train.muon(0.0, (widths, -2)))])
-    set_rates(optimizer, 0.1, 0.5, 0.9)
-    p.grad = torch.randn(36, 16)
-    for part, grad in zip(copy.split(widths), p.grad.double().split(widths), strict=True):
-        reference.Muon(part).step(grad, 0.1, 0.5, 0.9)
-    optimizer.step()
-    assert_close([p], [copy], 5e-5)
-
-
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
 def test_muon_in_fp16_follows_its_reference_where_fp16_cannot_hold_the_gradient(size):
     params, copies = parameters((16, 64))
-    params = [*map(declare_squares, params)]
-    optimizer = make("muon", params, dtype=torch.float16)
+    optimizer = make("muon", [*map(declare, params)], dtype=torch.float16)
     set_rates(optimizer, lr=0.1, decay=0.5, momentum=0.9)
     params[0].grad = size * torch.randn(16, 64)
     reference.Muon(copies[0]).step(params[0].grad.double(), 0.1, 0.5, 0.9)
