@@ -113,7 +113,8 @@ def matrices(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 STACKS = {
-    "matrices": [(16, 16), (48, 16), (16, 64), (16, 16), (40, 16), (16, 40), (24, 48), (5, 3), (36, 16)],
+    "matrices": [(16, 16), (48, 16), (16, 64), (16, 16), (40, 16), (16, 40), (24, 48), (5, 3)],
+    "queries, keys and values": [(36, 16)],
     "experts and matrices": [(3, 32, 16), (16, 16), (3, 16, 48), (16, 16), (4, 16, 32)],
     "experts that are no squares": [(4, 12, 16)],
 }
