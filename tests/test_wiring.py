@@ -210,15 +210,6 @@ def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_i
     assert equal(halved.weights[-1], plain.weights[-1])
 
 
-def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer):
-    record = run(16 * T * 32, device_batch_size=16, total_batch_size=32 * T)
-    seen = [tuple(row) for row in record.text[:, 0].tolist()]
-    epoch = seen.index(seen[0], 1)
-    assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
-    epochs = [int(number) for number in re.findall(r"epoch (\d)", record.out)]
-    assert epochs == [1 + (32 * step - 1) // epoch for step in range(1, 17)] and max(epochs) == 3
-
-
 @pytest.mark.slow
 def test_in_fp16_steps_that_overflow_change_no_weight_and_are_counted_and_the_others_learn(run):
     """One device batch: CPUs cannot add sparse gradients in fp16."""
