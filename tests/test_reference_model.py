@@ -100,7 +100,7 @@ def test_logits_and_gradients_are_those_of_the_formulas(attention, layers, lengt
     assert_agrees(build(layers, attention), 1e-4, length)
 
 
-@pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 2), (3, 3), (32, 2)])
 def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_token):
     """So no token is dropped, however uneven the load."""
     model = build("some windows slide", experts=(experts, per_token))
@@ -109,13 +109,6 @@ def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_
     even = per_token * 2 * T / experts
     assert (loads.sum(1) == experts * even).all()
     assert loads.max() > 1.25 * even or per_token == experts
-
-
-def test_a_layer_that_turns_activations_into_fp32_is_named_instead_of_training_slowly():
-    model = build("cuts in one place", dtype=torch.bfloat16)
-    model.blocks[0].mlp.register_forward_hook(lambda layer, args, out: out.float())
-    with pytest.raises(AssertionError, match=r"a tensor makes activations torch.float32: cast it to x.dtype"):
-        model(torch.zeros(1, 8, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])

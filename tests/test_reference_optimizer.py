@@ -21,7 +21,7 @@ def make(kind: str, params: list[torch.nn.Parameter], betas=(0.0, 0.9), dtype=to
 
     kind: adamw, rows, or muon, whose Newton-Schulz iteration runs in dtype.
     """
-    rates = dict(lr=0.0, betas=betas, beta2=betas[1], half_lr=4.0, weight_decay=0.0, momentum=0.0)
+    rates = dict(lr=0.1, betas=betas, beta2=betas[1], half_lr=4.0, weight_decay=0.5, momentum=0.9)
     seen = torch.nn.Parameter(torch.zeros(1))
     groups = dict(kind=kind, params=params), dict(kind="adamw", params=[seen])
     return train.MuonAdamW([group | rates for group in groups], dtype)
@@ -32,14 +32,9 @@ def look_up(optimizer, table, ids) -> torch.Tensor:
     return train.RowLookup.apply(table, ids, optimizer.row_grads[table])
 
 
-def set_rates(optimizer, lr: float, decay: float = 0.0, momentum: float = 0.0) -> None:
-    """What a schedule does before each step."""
-    optimizer.param_groups[0].update(lr=lr, weight_decay=decay, momentum=momentum)
-
-
 @pytest.fixture(params=[(), (0, 1, 3)], ids=["no step is skipped", "some are"])
 def steps(request):
-    """Feeds steps under a loss scale to an optimizer: yields the number and the scale of each, between which it steps.
+    """Feeds steps under a loss scale to an optimizer: sets the rates of each, yields its number and scale, then steps.
 
     Before some, gradients of which one is infinite go first, and nothing of that step may stay.
     """
@@ -63,6 +58,7 @@ def steps(request):
                     else:
                         p.grad = torch.full_like(p, math.inf)
                 step(math.inf)
+            optimizer.param_groups[0].update(lr=LR[i], weight_decay=DECAY[i], momentum=MOMENTUM[i])
             yield i, scaler.get_scale()
             step(0.0)
         assert optimizer.num_skipped == len(request.param) and scaler.get_scale() != 2.0**10
@@ -88,7 +84,6 @@ def test_adamw_follows_pytorchs_own_in_float64(steps):
     of_reference = torch.optim.AdamW(copies, betas=(0.7, 0.9), eps=1e-10)
     optimizer = make("adamw", params, betas=(0.7, 0.9))
     for i, factor in steps(optimizer, 6):
-        set_rates(optimizer, LR[i], DECAY[i])
         of_reference.param_groups[0].update(lr=LR[i], weight_decay=DECAY[i])
         for p, copy in zip(params, copies, strict=True):
             grad = 10.0 ** (i - 6) * torch.randn(p.shape)  # an epsilon above 1e-10 would show
@@ -126,7 +121,6 @@ def test_muon_follows_its_reference(steps, shapes):
     references = [[*map(reference.Muon, matrices(copy))] for copy in copies]
     optimizer = make("muon", [*map(declare, params)])
     for i, factor in steps(optimizer, 6):
-        set_rates(optimizer, LR[i], DECAY[i], MOMENTUM[i])
         for n, (p, of_reference) in enumerate(zip(params, references, strict=True)):
             grad = 10.0 ** (i - 3) * torch.randn(p.shape) * torch.linspace(0.2, 2, p.size(-2))[:, None]  # rows differ
             missing = n == 3 and i in (0, 4)  # no gradient: it stays, and its momentum fades
@@ -143,7 +137,6 @@ def test_muon_follows_its_reference(steps, shapes):
 def test_muon_in_fp16_follows_its_reference_where_fp16_cannot_hold_the_gradient(size):
     params, copies = parameters((16, 64))
     optimizer = make("muon", [*map(declare, params)], dtype=torch.float16)
-    set_rates(optimizer, lr=0.1, decay=0.5, momentum=0.9)
     params[0].grad = size * torch.randn(16, 64)
     reference.Muon(copies[0]).step(params[0].grad.double(), 0.1, 0.5, 0.9)
     optimizer.step()
@@ -156,7 +149,6 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
     before = [p.detach().clone() for p in params]
     optimizer = make("rows", params)
     for i, factor in steps(optimizer, 6):
-        set_rates(optimizer, LR[i])
         for p, r in zip(params, references, strict=True):
             if i == 2 and p is params[1]:  # a table that a step does not use stays what it is
                 continue
@@ -174,7 +166,6 @@ def test_sparse_adam_follows_its_reference_with_repeated_rows_and_accumulated_gr
 def test_a_gradient_of_a_table_stays_out_of_the_scalers_sight_and_where_it_overflows_the_row_stays():
     p = torch.nn.Parameter(torch.ones(5, 8, dtype=torch.float16))
     optimizer = make("rows", [p])
-    set_rates(optimizer, 0.1)
     for scale in (1.0, math.inf):
         (look_up(optimizer, p, torch.tensor([1, 3])) * torch.tensor([[1.0], [scale]])).sum().backward()
         assert p.grad is None and len(optimizer.row_grads[p]) == 1
