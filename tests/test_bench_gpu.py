@@ -6,7 +6,6 @@ import bench_gpu
 import bench_train
 import pytest
 import torch
-from record_kernels import ATTENTION_TILE
 
 import train
 
@@ -43,22 +42,8 @@ def test_an_h200_takes_for_the_shape_of_autoresearch_what_it_took(monkeypatch):
     assert predicted["memory_gb"] == pytest.approx(43_584 / 1024, rel=0.15)
 
 
-def test_a_t4_is_given_nothing_that_it_lacks_and_the_flops_that_train_counts():
-    predicted = bench_gpu.predict(T4)
-    recorder = predicted["recorder"]
+def test_a_t4_is_given_nothing_that_it_lacks():
+    recorder = bench_gpu.predict(T4)["recorder"]
     attention = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
     assert {op for op in recorder.ops if "attention" in op or "softmax" in op} == attention
     assert torch.float16 in recorder.dtypes and not recorder.dtypes & {torch.bfloat16, torch.float64}
-    flops = {"GEMM": 0.0, "attention forward": 0.0, "attention backward": 0.0}
-    for kernel in recorder.kernels:
-        if kernel.kind not in ("memory", "scatter") and kernel.where not in ("bmm", "baddbmm"):  # Newton-Schulz
-            flops[kernel.kind] += kernel.flops / T4.total_batch_size  # a KeyError is a GEMM in fp32
-    T, H, triangles, squares = T4.seq_len, T4.n_embd // T4.head_dim, 0, 0
-    for layer in (block.attn for block in predicted["model"].blocks):
-        pieces = T // layer.window + bool(layer.shift)
-        squares += H * T * layer.window
-        # the lower triangle and half a tile, where train.py counts the square
-        triangles += H * pieces * layer.window * (layer.window + ATTENTION_TILE)
-    assert flops["attention forward"] == 2 * T4.head_dim * triangles / T
-    assert flops["attention backward"] == 2.5 * flops["attention forward"]
-    assert flops["GEMM"] + 12 * T4.head_dim * squares / T == pytest.approx(predicted["flops_per_token"], rel=0.02)

@@ -43,10 +43,6 @@ def after(old: str, new: str) -> tuple[str, str]:
     return old, old + new
 
 
-def before(old: str, new: str) -> tuple[str, str]:
-    return old, new + old
-
-
 RETURN_OPTIMIZER = "    return MuonAdamW([*groups.values()], model.dtype)\n"
 STEP = "    scaler.step(optimizer)\n"
 BLOCK = "        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2 if self.experts else 4)\n"
@@ -117,7 +113,7 @@ EDITS = {
     "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
     "tables by AdamW": replace("row_adam(config.ngram_lr, config.n_embd, 0.8, half_lr)", "adamw(0.4, config.n_embd)"),
     "SwiGLU": Edit([
-        before("        self.c_proj = block_linear(f", """\
+        after("        C, fp8 = config.n_embd, config.fp8  # split into squares\n", """\
         self.c_gate = block_linear(C, factor * C, INIT_SCALE * C**-0.5, (C, -2), fp8)
 """),
         ("leaky_relu_squared(self.c_fc(x))", "F.silu(self.c_gate(x)) * self.c_fc(x)"),

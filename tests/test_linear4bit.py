@@ -109,10 +109,9 @@ def test_autocast_casts_x_and_leaves_absmax_in_fp32(device):
     torch.testing.assert_close(layer.weight.grad, x.bfloat16().float().sum(0).expand(N, K), rtol=1e-2, atol=1e-2)
 
 
-BACKENDS = ["eager", "aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("trainable", [False, True])
 def test_no_dequantized_weight_is_saved_for_backward(trainable, backend, device):
     """A frozen layer saves packed and absmax alone; one with masters is tried with checkpointed activations."""
