@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from itertools import islice, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from reference_model import relative_error
-from small_corpus import texts, write_parquet
+from small_corpus import texts
 
 import harness
 import prepare
@@ -28,26 +27,8 @@ import train
 
 T = 64  # tokens in a sequence
 TINY = train.Config(2, 64, 32, T, T, 2, 8 * T, 512, eval_seq_len=T)  # four device batches of two sequences to a step
-VALIDATION = texts(6542, count=8)
+VALIDATION = texts(6542)  # as in the prepared corpus
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def tiny_cache(tmp_path_factory) -> Path:
-    """A cache with one train file of 15,000 tokens and validation documents of 2,000."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_parquet(folder / "corpus" / "shard_00000.parquet", texts(0))
-    write_parquet(folder / "corpus" / prepare.VAL_FILE, VALIDATION)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTORESEARCH_CACHE", str(folder / "cache"))
-        prepare.prepare(str(folder / "corpus"))
-    return folder / "cache"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_cache) -> prepare.Tokenizer:
-    (folder,) = (path for path in tiny_cache.iterdir() if path.is_dir())
-    return prepare.Tokenizer.from_directory(folder)
 
 
 class Run:
@@ -75,7 +56,7 @@ def weights_of(model: train.GPT) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
+def run(prepared, tmp_path_factory) -> Callable[..., Run]:
     """Runs train.py's command line for so many tokens."""
 
     def run(tokens: int, *args: str, dtype=torch.float32, memory=math.inf, loss_scale=None, **sizes) -> Run:
@@ -116,7 +97,7 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
                 record.weights.append(weights_of(record.model))
 
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-            patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
+            patch.setenv("AUTORESEARCH_CACHE", str(prepared))
             patch.setattr(harness, "RESULTS", tmp_path_factory.mktemp("run") / "results.tsv")
             patch.setattr(harness.experiment, "handle_signals", lambda handler: None)
             patch.setattr(train.GPT, "__init__", on_init)
