@@ -248,16 +248,12 @@ def test_no_logits_are_saved_but_given_ones_and_a_second_derivative_is_refused(l
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_error_is_not_above_that_of_eager_with_fp32_logits(dtype, softcap, device):
     args = example(*((4096, 512, 8192) if device.type == "cuda" else (520, 64, 500)), dtype, device)
-    for reduction in ("mean", "none"):
+    for reduction, checked in (("mean", slice(1, 3)), ("none", slice(1))):  # a mean loss's errors cancel by luck
         options = dict(softcap=softcap, reduction=reduction)
-        results = [
-            gradients(*args, **options),
-            gradients(*args, operator=eager, **options),
-            in_float64(*args, **options),
-        ]
-        for ours, theirs, exact in zip(*results, strict=True):
-            if exact.dim():  # errors of a mean cancel by luck; 8: what the order of a sum may change
-                assert error(ours, exact) <= 1.1 * error(theirs, exact) + 8 * UNIT[torch.float32]
+        results = gradients(*args, **options), gradients(*args, operator=eager, **options), in_float64(*args, **options)
+        for ours, theirs, exact in [*zip(*results, strict=True)][checked]:
+            # 8: what the order of a sum may change
+            assert error(ours, exact) <= 1.1 * error(theirs, exact) + 8 * UNIT[torch.float32]
 
 
 @pytest.mark.parametrize(("scale", "spread"), [(65536.0, 1), (1.0, 64)])
