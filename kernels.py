@@ -1,10 +1,10 @@
 """Five operators: cross-entropy of a linear layer or of logits, 4-bit and FP8 linear layers, Adam on the rows of a
 table, and sums of rows. None knows the model, the data or GPU names.
 
-torch.compile(fullgraph=True) sees the first two as opaque nodes. On a CPU, all run without Triton.
+torch.compile(fullgraph=True) sees the first two as opaque nodes. CPUs need no Triton.
 """
 
-from __future__ import annotations  # annotations mention tl even without Triton
+from __future__ import annotations  # tl may be missing
 
 import functools
 import logging
@@ -22,7 +22,7 @@ except ImportError:  # on a CPU
 jit = triton.jit if triton else lambda f: f
 
 
-def _tracing(x):  # by torch.compile; before torch 2.13, only x's type tells of AOTAutograd
+def _tracing(x):  # by torch.compile; only x's type shows AOTAutograd before torch 2.13
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -40,22 +40,21 @@ def _check_devices(first, *others):
 # ---- Fused (linear) cross-entropy
 # The loss of logits z = x W^T with targets y, without storing all (N, V) logits. For each chunk of rows:
 #
-#     z = x W^T                             cuBLAS, into a buffer that chunks share
-#     s = c tanh(z / c)                     softcap; s = z without one
-#     lse = log sum exp(s),  loss = lse - s_y
-#     g = (a + b) softmax(s) - a onehot(y)  a, b: weights of the row's loss and lse; 1/n and 0 for a mean
-#     z <- g (1 - (s / c)^2)                the gradient with respect to z, in place
-#     dx = z W,  dW += z^T x                cuBLAS, dW in fp32
+#     z = x W^T, by cuBLAS (tl.dot on sm_75 is scalar FMA), into a buffer that chunks share
+#     s = c tanh(z / c) with a softcap c, else z
+#     lse = log sum exp(s), loss = lse - s_y
+#     g = (a + b) softmax(s) - a onehot(y); a, b: weights of the row's loss and lse, 1/n and 0 for a mean
+#     z <- g (1 - (s / c)^2), the gradient with respect to z, in place
+#     dx = z W, dW += z^T x in fp32, by cuBLAS
 #
-# The middle four lines are one Triton launch, which keeps rows of up to 16384 logits in registers. The GEMMs are not
-# Triton's, as tl.dot on sm_75 is scalar FMA. With a softcap, exp(s) cannot overflow, so no pass finds the maximum. In
-# fp16, g / n would underflow: z holds 2^15 g, and 1/n is applied at the end.
+# The middle four lines are one Triton launch, with rows of up to 16384 logits in registers. With a softcap, exp(s)
+# cannot overflow, so no pass finds the maximum. In fp16, g / n would underflow: z holds 2^15 g, and 1/n comes last.
 
 
 @jit
 def _softcap_exp(z, shift, cap, TANH_UNIT: tl.constexpr):
-    """exp(s - shift), s - shift and ds/dz. The constants are 2 / ln 2 and 1 / ln 2, as exp2 needs. TANH_UNIT: one tanh
-    instruction, relative error 5e-4 (rounding logits to bf16: 4e-3). Otherwise two, absolute error 1e-7."""
+    """exp(s - shift), s - shift and ds/dz. The constants, for exp2: 2 / ln 2 and 1 / ln 2. TANH_UNIT: one tanh
+    instruction, relative error 5e-4 (rounding logits to bf16: 4e-3). Else two, absolute error 1e-7."""
     if cap is not None:  # shift is 0
         if TANH_UNIT:
             tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z * (1.0 / cap)], tl.float32, True, 1)
@@ -122,10 +121,10 @@ def _rows_triton(logits, targets, losses, row_scale, softcap, ignore_index, grad
     * lse) with respect to logits (R, V), which it may overwrite."""
     v = logits.shape[1]
     block = triton.next_power_of_2(v)  # the whole row, up to 32 columns per thread
-    if v > 16384:  # larger blocks would spill registers, sooner if loads are unaligned
+    if v > 16384:  # larger blocks spill registers, sooner if unaligned
         block = 16384 if v % 16 == 0 else 8192
     warps = 16 if v > 16384 else max(1, block // 1024)
-    compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # Triton's interpreter cannot run PTX
+    compiled = isinstance(_cross_entropy_kernel, triton.JITFunction)  # the interpreter cannot run PTX
     _cross_entropy_kernel[(len(logits),)](
         logits, targets, losses, row_scale, grads, lse, lse_scale,
         logits.stride(0), row_scale.stride(0), 0 if grads is None else grads.stride(0), softcap, ignore_index,
@@ -156,14 +155,14 @@ def _rows(logits, *args):
 
 
 def _may_overwrite(saved):
-    """Whether a backward may overwrite what it saved: not if traced, or if it may run again."""
+    """Whether a backward may overwrite what it saved: not if traced or to be run again."""
     if torch.is_grad_enabled():
         raise RuntimeError("the fused cross-entropy has no second derivative: leave out create_graph=True")
     return not (_tracing(saved) or torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _scaled(grad, factor):
-    factor = factor.view(1)  # a factor of shape () would be rounded to grad's dtype first
+    factor = factor.view(1)  # of shape () it would be rounded to grad's dtype
     return grad.mul_(factor) if _may_overwrite(grad) else (grad * factor).to(grad.dtype)
 
 
@@ -177,7 +176,7 @@ def _chunk_rows(n, v, itemsize, device):
 
 
 def _addmm_(out, a, b, *, beta, alpha):
-    """out = beta * out + alpha * a @ b, accumulated in fp32 if `out` is fp32, whatever the dtype of a and b."""
+    """out = beta * out + alpha * a @ b, in fp32 if `out` is, whatever the dtype of a and b."""
     if a.is_cuda:  # addmm adds fp16 products only to fp16
         torch.baddbmm(out[None], a[None], b[None], out.dtype, beta=beta, alpha=alpha, out=out[None])
     else:
@@ -185,7 +184,7 @@ def _addmm_(out, a, b, *, beta, alpha):
 
 
 def _outputs(x, weight, need_dx, need_dw):
-    """Empty losses, lse, dx, dw. dw sums up chunks in fp32; up to two in bf16, if x and weight are bf16."""
+    """Empty losses, lse, dx, dw. dw sums chunks in fp32, or up to two in bf16 if x and weight are."""
     (n, _), v, dw_dtype = x.shape, weight.shape[0], torch.float32  # len(x) would specialize a compiled graph
     if x.dtype == weight.dtype == torch.bfloat16 and n <= 2 * _chunk_rows(n, v, x.itemsize, x.device):
         dw_dtype = torch.bfloat16
@@ -199,15 +198,15 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, lse_scale: Tensor | None, softcap: float | None,
     ignore_index: int, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses (N,) and either lse (N,) or what is needed of the gradients dx (N, D) and dw (V, D) of sum(row_scale *
-    losses + lse_scale * lse); the rest is empty. row_scale is () or (N,)."""
+    """Losses (N,) and either lse (N,) or the needed gradients, dx (N, D) and dw (V, D), of sum(row_scale * losses +
+    lse_scale * lse); the rest is empty. row_scale: () or (N,)."""
     n, v = len(x), len(weight)
     losses, lse, dx, dw = _outputs(x, weight, need_dx, need_dw)
-    x, w = (t if x.is_cuda else t.float() for t in (x, weight.to(x.dtype)))  # few CPUs multiply bf16 or fp16 fast
-    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # |g| <= 1, so this is the largest power of two that fits
+    x, w = (t if x.is_cuda else t.float() for t in (x, weight.to(x.dtype)))  # few CPUs are fast in bf16 or fp16
+    boost = 2.0**15 if x.dtype == torch.float16 else 1.0  # |g| <= 1: the largest power of two that fits
     row_scale = (row_scale * boost).expand(n)
     rows = _chunk_rows(n, v, x.itemsize, x.device)
-    buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # rows aligned to 16 elements, for vector loads
+    buffer = x.new_empty(rows, -(-v // 16) * 16)[:, :v]  # aligned rows, for vector loads
     for i in range(0, n, rows):
         part, z = slice(i, i + rows), buffer[: n - i]
         torch.mm(x[part], w.T, out=z)  # (R, V)
@@ -225,14 +224,14 @@ _linear_cross_entropy.register_fake(lambda x, weight, *args: _outputs(x, weight,
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """If reduce: row_scale times the sum of losses; the forward computes the gradients. Else losses and lse: only the
-    backward knows their weights, so it computes the logits again."""
+    """If reduce, row_scale times the sum of losses, with gradients from the forward. Else losses and lse, whose weights
+    only the backward knows: it recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, row_scale, softcap, ignore_index, reduce):
         early, late = row_scale, torch.ones_like(row_scale)
         if x.dtype == torch.float16:  # late, or gradients would underflow
-            early, late = late, row_scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets, but gradients are 0
+            early, late = late, row_scale.nan_to_num(posinf=1.0)  # 1/n is inf without targets; gradients are 0
         needs = [reduce and need for need in ctx.needs_input_grad[:2]]
         losses, lse, dx, dw = _linear_cross_entropy(x, weight, targets, early, None, softcap, ignore_index, *needs)
         ctx.options = softcap, ignore_index
@@ -304,8 +303,8 @@ def fused_linear_cross_entropy(
     """Cross-entropy of softcap(x @ weight.T): x (..., D), weight (V, D), targets (...) -> fp32 () or, for 'none', (N,).
 
     The GEMMs run in x's dtype, or autocast's; `weight` may be an fp32 master. A mean over no targets is NaN.
-    return_lse: returns (loss, lse), where lse (N,) is the fp32 log-sum-exp of each row's softcapped logits, ignored or
-    not: `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' has a fourth GEMM."""
+    return_lse: returns (loss, lse), lse (N,) the fp32 log-sum-exp of each row's softcapped logits, ignored or not:
+    `loss + 1e-4 * lse.square().mean()` adds a z-loss. The backward of return_lse or 'none' has a fourth GEMM."""
     _check_devices(x, weight, targets)
     x, targets, row_scale, *options, reduce = _flatten(_autocast(x), targets, softcap, ignore_index, reduction)
     if reduce and not return_lse and torch.is_grad_enabled():
@@ -321,8 +320,8 @@ def fused_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softcap(logits): logits (..., V), targets (...) -> fp32 () or, for 'none', (N,).
 
-    Like F.cross_entropy but for the default of ignore_index; return_lse as above. If inplace, an eager backward writes
-    the gradient over the logits."""
+    Like F.cross_entropy but for the default of ignore_index; return_lse as above. inplace: an eager backward writes the
+    gradient over the logits."""
     _check_devices(logits, targets)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     logits, targets, row_scale, *options, reduce = _flatten(logits, targets, softcap, ignore_index, reduction)
@@ -332,16 +331,16 @@ def fused_cross_entropy(
 
 
 # ---- 4-bit linear
-# W is stored as in bitsandbytes: each block of `block_size` weights in a row shares absmax = max |w|. A weight is the
-# 4-bit index of the code nearest to w / absmax; a byte holds two, the first in its high half. nf4: 16 quantiles of
-# N(0, 1), https://arxiv.org/abs/2305.14314; fp4: sign, two exponent bits, one mantissa bit.
+# Storage as in bitsandbytes: each block of `block_size` weights in a row shares absmax = max |w|. A weight is the 4-bit
+# index of the code nearest to w / absmax, two in a byte, the first in its high half. nf4: 16 quantiles of N(0, 1),
+# https://arxiv.org/abs/2305.14314; fp4: sign, 2 bits of exponent, 1 of mantissa.
 #
-# y = x W^T and dx = dy W both dequantize W. If torch.compile saw this, it would merge the two equal nodes and save the
-# dequantized W for the backward, even under no_grad. So dequantization and GEMM are one opaque op.
+# y = x W^T and dx = dy W both dequantize W. torch.compile would merge the two and save the dequantized W, even under
+# no_grad: so dequantization and GEMM are one opaque op.
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # takes this file for a package, and warns
-FEW_ROWS = 16  # up to this many rows of x, bitsandbytes' CUDA op is one launch that stores no W
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it takes this file for a package
+FEW_ROWS = 16  # up to this many rows, bitsandbytes' CUDA op is one launch that stores no W
 
 
 def _check_format(shape, quant_type, block_size, dtype=torch.float32):
@@ -349,12 +348,12 @@ def _check_format(shape, quant_type, block_size, dtype=torch.float32):
         raise TypeError(f"need fp32, bf16 or fp16, not {dtype}")
     if quant_type not in ("nf4", "fp4") or block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"need 'nf4' or 'fp4' and a power of two from 32 to 4096, not {quant_type!r} and {block_size}")
-    if shape[-1] % block_size:  # blocks would span rows, which bitsandbytes' CPU kernel silently gets wrong
+    if shape[-1] % block_size:  # bitsandbytes' CPU kernel silently gets blocks across rows wrong
         raise ValueError(f"the last dimension must be a multiple of block_size={block_size}, not {tuple(shape)}")
 
 
 @functools.cache
-def _bitsandbytes():  # imported on first use: it takes a second
+def _bitsandbytes():  # takes a second
     import bitsandbytes  # noqa: F401, registers the ops
 
     return torch.ops.bitsandbytes
@@ -365,10 +364,10 @@ def quantize_4bit(
     w: Tensor, quant_type: str = "nf4", block_size: int = 64, check_finite: bool = True
 ) -> tuple[Tensor, Tensor]:
     """n weights (..., K) -> packed uint8 (n / 2, 1), absmax fp32 (n / block_size,), bit for bit as in bitsandbytes.
-    check_finite: raise ValueError for NaN or inf, which waits for the GPU. Otherwise they show in absmax."""
+    check_finite: raise ValueError for NaN or inf, which waits for the GPU. Else they show in absmax."""
     _check_format(w.shape, quant_type, block_size, w.dtype)
     packed, _ = _bitsandbytes().quantize_4bit.default(w, block_size, quant_type, torch.uint8)
-    # not bitsandbytes' absmax: on CUDA that ignores NaN, and the loss would stay finite
+    # bitsandbytes' absmax ignores NaN on CUDA: the loss would stay finite
     absmax = torch.linalg.vector_norm(w.reshape(-1, block_size), float("inf"), 1, dtype=torch.float32)
     if check_finite and not absmax.isfinite().all():
         raise ValueError(f"w {tuple(w.shape)} contains NaN or inf")
@@ -380,7 +379,7 @@ def _dequantize_kernel(packed, absmax, code, out, n_words, GROUP: tl.constexpr, 
     """Each thread unpacks four words of 8 weights; GROUP words share an absmax. int32: at most 2^31 weights."""
     first = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     words, scales = (), ()
-    for part in tl.static_range(4):  # all loads first: the compiler moves none before a store
+    for part in tl.static_range(4):  # loads first: the compiler moves none before a store
         word = first + part * BLOCK
         words += (tl.load(packed + word, word < n_words),)
         scales += (tl.load(absmax + word // GROUP, word < n_words),)
@@ -435,17 +434,17 @@ def _matmul_4bit(
     return F.linear(x, w, bias) if transpose else x @ w
 
 
-_OP = "autoresearch::matmul_4bit"  # torch.library.custom_op would triple a call's host time
+_OP = "autoresearch::matmul_4bit"  # custom_op would triple a call's host time
 torch.library.define(_OP, torch.library.infer_schema(_matmul_4bit, mutates_args=()))
 torch.library.impl(_OP, "default", _matmul_4bit)
 torch.library.register_fake(_OP, lambda x, packed, *_: x.new_empty(*x.shape[:-1], 2 * packed.numel() // x.shape[-1]))
 
 
-def _matmul(x, *args):  # torch.compile needs the op; without it, the plain function saves the dispatcher's host time
+def _matmul(x, *args):  # torch.compile needs the op; eager calls save the dispatcher's time
     return (torch.ops.autoresearch.matmul_4bit.default if _tracing(x) else _matmul_4bit)(x, *args)
 
 
-class _Linear4bit(torch.autograd.Function):  # `weight` is an input only so that it gets a gradient
+class _Linear4bit(torch.autograd.Function):  # weight: an input to get a gradient
     @staticmethod
     def forward(ctx, weight, x, packed, absmax, bias, *options):
         ctx.options = options
@@ -493,7 +492,7 @@ class Linear4bit(nn.Module):
             layer = cls(linear.in_features, linear.out_features, trainable=trainable, **format)
         layer.packed, layer.absmax, layer.bias = packed, absmax, linear.bias
         if trainable:
-            w = linear.weight.float()  # itself if fp32: it may be tied
+            w = linear.weight.float()  # itself if fp32: may be tied
             layer.weight = w if w is linear.weight else nn.Parameter(w.detach())
         return layer
 
@@ -503,7 +502,7 @@ class Linear4bit(nn.Module):
         return self
 
     def requantize_(self) -> None:
-        """Quantizes `weight` into the buffers without waiting for the GPU: NaN and inf show in the outputs."""
+        """Quantizes `weight` into the buffers. No wait for the GPU: NaN and inf show in the outputs."""
         packed, absmax = quantize_4bit(self.weight, *self.format, check_finite=False)
         self.packed.copy_(packed)
         self.absmax.copy_(absmax)
@@ -520,7 +519,7 @@ class Linear4bit(nn.Module):
 
 
 def _fp8(x, dtype, every=1):
-    """x in FP8 and its scale (1, 1), by the largest value of every so many rows: others are clamped to 8 times that."""
+    """x in FP8, and its scale (1, 1): by the largest of every so many rows; others are clamped to 8 times that."""
     top = torch.finfo(dtype).max
     scale = (x[::every].abs().amax().float() * (1 if every == 1 else 8) / top).clamp(min=1e-30)
     return (x.float() / scale).clamp(-top, top).to(dtype), scale.view(1, 1)
@@ -544,7 +543,7 @@ class _LinearFP8(torch.autograd.Function):
 
 def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, (..., K) -> (..., N), in FP8 but for W's gradient, on an sm_90 or sm_10x: x in bf16, W (N, K) in fp32, K
-    and N multiples of 16. The scales are the call's own: no state, no history."""
+    and N multiples of 16. Each call has its own scales."""
     return _LinearFP8.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
@@ -555,7 +554,7 @@ def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
 def _row_adam_kernel(
     table, state, ids, order, grads, lr, beta2, half_lr, loss_scale, found_inf, n, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per sorted id. A row's first program sums its gradients, four at a time, and updates it."""
+    """One program per sorted id; a row's first one sums its gradients, four at a time, and updates it."""
     place = tl.program_id(0)
     row = tl.load(ids + place)
     if row != tl.load(ids + place - 1, mask=place > 0, other=-1):
@@ -583,12 +582,12 @@ def _row_adam_kernel(
 
 
 def _row_adam_triton(table, state, ids, grads, *scalars):
-    ids, order = ids.sort(stable=True)  # stable: a fixed order of additions
+    ids, order = ids.sort(stable=True)  # stable: a fixed order of sums
     (n, c), block = grads.shape, triton.next_power_of_2(grads.shape[1])
     _row_adam_kernel[(n,)](table, state, ids, order, grads.contiguous(), *scalars, n, C=c, BLOCK=block)
 
 
-def _row_adam_torch(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf):  # in plain PyTorch
+def _row_adam_torch(table, state, ids, grads, lr, beta2, half_lr, loss_scale, found_inf):
     rows, inverse = ids.unique(return_inverse=True)
     total = grads.new_zeros(len(rows), grads.shape[1], dtype=torch.float32).index_add_(0, inverse, grads.float())
     total /= loss_scale
@@ -607,11 +606,11 @@ def row_adam_(
     table: Tensor, state: Tensor, ids: Tensor, grads: Tensor,
     lr: float, beta2: float, half_lr: float, loss_scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
-    """Adam without momentum, in place, on the rows of table (R, C) that a batch touched; one second moment per row.
+    """Adam in place on the rows of table (R, C) that a batch touched: no momentum, one second moment per row.
 
-    grads (N, C), scaled by loss_scale, belong to rows ids (N,); those of one row are summed first, in fp32. state
-    (R, 2), fp32, starts at 0: a row's second moment and number n of updates. Its rate is lr / (1 + n / half_lr), its
-    first step has RMS lr. A row whose gradient is not finite is left alone; so are all if found_inf is not 0."""
+    grads (N, C), scaled by loss_scale, are of rows ids (N,); a row's are first summed in fp32. state (R, 2), fp32,
+    starts at 0: a row's second moment and number n of updates. Its rate is lr / (1 + n / half_lr), its first step has
+    RMS lr. Rows whose gradient is not finite stay; so do all if found_inf is not 0."""
     _check_devices(table, state, ids, grads, loss_scale, found_inf)
     (r, c), stored = table.shape, (table.stride(), state.shape, state.is_contiguous(), grads.shape)
     if stored != ((c, 1), (r, 2), True, (len(ids), c)):  # the kernel would write elsewhere
@@ -635,6 +634,6 @@ class _SumRows(torch.autograd.Function):
 def sum_rows(x: Tensor, at: Tensor, back: Tensor) -> Tensor:
     """x[at].sum(1): x (R, C), int64 at (M, J) -> (M, C).
 
-    back (R, K) lists the sums that each row is part of: the gradient is then a gather, not a scatter."""
+    back (R, K): the sums that each row is part of, so that the gradient is a gather, not a scatter."""
     _check_devices(x, at, back)
     return _SumRows.apply(x, at, back)

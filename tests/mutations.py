@@ -130,6 +130,7 @@ SECTIONS = [
         ("(T, 0) if window >= T", "(T, 0) if window > T"),
         ("if shift is None and window < T:", "if False:"),
         ("i[here, None] - window)", "i[here, None] - window + 1)"),
+        ('i[seen] >= i[here, None] - window', 'i[seen] >= 0'),
         ("(i[seen] <= i[here, None]) &", "(i[seen] <= i[here, None] + 1) &"),
         ("max(0, start - window)", "start"),
         ("reshape(B, -1, H, D)[:, S : S + T]", "reshape(B, -1, H, D)[:, :T]"),
@@ -167,7 +168,6 @@ SECTIONS = [
         ('assert idx.size(1) <= len(self.cos)', 'assert True'),
         ('assert type(self.lm_head).forward is Linear.forward', 'assert True'),
         ('(not again and p.made != str', '(p.made != str'),
-        ('group["half_lr"] = lr, half_lr * (', 'group["half_lr"] = group["lr"], half_lr * ('),
         ('or (not again and p.made != str(p.detach().sum())):', 'or False:'),
         ('else type(self).trunk.__get__(self)', 'else GPT.trunk.__get__(self)'),
         ('compiled(type(self).trunk)', 'compiled(GPT.trunk)'),
@@ -182,7 +182,6 @@ SECTIONS = [
         ('            self.float()\n', ''),
         ('if self.training and table.requires_grad', 'if table.requires_grad'),
         ('self.trunk if torch.is_grad_enabled() else type', 'self.trunk if True else type'),
-        ('i[seen] >= i[here, None] - window', 'i[seen] >= 0'),
         ('                if p.grad is not None:', '                if True:'),
         ('getattr(self, name, None) for name in', 'getattr(self, name) for name in'),
         ('torch.zeros_like(p) if p.grad is None else p.grad', 'p.grad'),
@@ -195,7 +194,7 @@ SECTIONS = [
         ("else min(config.window, config.seq_len)", "else config.window"),
         ("if SOFTCAP else logits", "if True else logits"),
     ]),
-    ("Sums of rows", "kernels.py", ["test_sum_rows.py"], [
+    ("Sums of rows", "kernels.py", ["test_rows.py", "-k", "sums"], [
         ('return x[at].sum(1)', 'return x[at][:, 0]'),
         ('return grad[back].sum(1), None', 'return grad[back].sum(1) * 2, None'),
         ('return grad[back].sum(1), None', 'return grad[back][:, 0], None'),
@@ -255,7 +254,7 @@ SECTIONS = [
         ("self.fp8 and x.dtype == torch.bfloat16", "x.dtype == torch.bfloat16"),
         ("self.fp8 and x.dtype == torch.bfloat16 and", "self.fp8 and"),
     ]),
-    ("Adam on rows", "kernels.py", ["test_row_adam.py"], [
+    ("Adam on rows", "kernels.py", ["test_rows.py"], [
         ("mask=place > 0, other=-1", "mask=place > 0, other=0"),
         ("while found == 4:", "for _ in range(1):"),
         ("mask=same, other=0)[:, None] * C", "mask=same, other=0)[:, None] * BLOCK"),
@@ -378,6 +377,7 @@ SECTIONS = [
         ('weight_decay=MATRIX_DECAY, momentum', 'weight_decay=0.0, momentum'),
         ('MATRIX_LR * EXPERT_LR_SCALE', 'MATRIX_LR'),
         ('group["half_lr"] = lr, half_lr * (', 'group["half_lr"] = lr * (1 - progress), half_lr * ('),
+        ('group["half_lr"] = lr, half_lr * (', 'group["half_lr"] = group["lr"], half_lr * ('),
         ("(1 if n == 2 else 4)", "1"),
         ('lr * (width / 768) ** -0.5, betas', 'lr * (width / 768) ** 0.5, betas'),
         ('adamw(X0_LR, betas=(0.96, 0.95))', 'adamw(X0_LR)'),
@@ -602,7 +602,7 @@ SECTIONS = [
         ('if group.get("kind") == "muon":\n            group["w', 'if group["kind"] == "muon":\n            group["w'),
         ("self.num_skipped, self.zero = torch", "self.grad_scale, self.zero = torch"),
     ]),
-    ("The live size", "train.py", ["test_train.py", "-k", "live or no_experts"], [
+    ("The live size", "train.py", ["test_train.py", "-k", "live"], [
         ("config = SIZE or SIZES[row][1]", "config = SIZES[row][1]"),
         ("(config.num_experts or config.fp8) and gpu.capability and", "not config.num_experts and gpu.capability and"),
         ("replace(config, num_experts=0, fp8=False)", "replace(config, num_experts=0)"),

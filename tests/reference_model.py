@@ -6,7 +6,7 @@ test_reference_model.py there.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +16,8 @@ GATE_CHANNELS = 32  # input channels that feed the head gates
 SLOPE = 0.3  # of the MLP's LeakyReLU^2 below zero
 
 
-@dataclass(frozen=True)
-class Model:
-    """layers: objects with window, shift and value_embed (None: it has none), as train.Attention.
-
-    Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`. A shift
-    puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where the
-    window holds the whole sequence, there is one piece and no shift. A layer whose shift is None slides.
-    With value_embed the token's embedding enters the values, and the first embeddings the stream.
-    """
-
-    layers: tuple
+class Model(NamedTuple):
+    layers: tuple  # with window, shift and value_embed (None: it has none), as train.Attention
     head_dim: int
     sliding: bool  # windows slide (FlashAttention) or cut the sequence into pieces (SDPA)
     rope_base: float
@@ -43,7 +34,12 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def seen(model: Model, layer, t: int, T: int) -> tuple[int, int]:
-    """How many zeros position t attends to, and the earliest of the positions before it."""
+    """How many zeros position t attends to, and the earliest of the positions before it.
+
+    Attention either slides, so that a position sees `window` earlier ones, or stays within pieces of `window`. A shift
+    puts that many zeros in front of the first piece, as keys and values that every position of it sees. Where the
+    window holds the whole sequence, there is one piece and no shift. A layer whose shift is None slides.
+    """
     window = layer.window
     if model.sliding or layer.shift is None:
         return 0, max(0, t - window)

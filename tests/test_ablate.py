@@ -2,13 +2,11 @@
 
 import functools
 import itertools
-import sys
 import types
 
-import numpy as np
 import pytest
 import torch
-from ablate import EDITS, OF_EXPERTS, effects, without
+from ablate import EDITS, OF_EXPERTS, without
 
 import harness
 
@@ -16,15 +14,13 @@ TRAIN = harness.RESULTS.with_name("train.py").read_text()
 
 
 @functools.cache
-def losses(left_out: tuple[str, ...]) -> list[float]:
+def losses(*left_out: str) -> list[float]:
     """Of eight steps of a tiny model on text that repeats itself."""
-    name = "ablated"
-    sys.modules[name] = module = types.ModuleType(name)
-    exec(compile(without(TRAIN, left_out), name, "exec"), module.__dict__)
+    module = types.ModuleType("train")  # dataclasses look up their module by this name
+    exec(compile(without(TRAIN, left_out), "train.py", "exec"), vars(module))
     config = module.Config(2, 64, 32, 64, 16, 2, 2 * 64, 512, num_experts=4, vocab_size=32)
     torch.manual_seed(1)
     model = module.build_model(config, torch.device("cpu"), harness.named_gpu("cpu"))
-    model.train()
     optimizer, scaler = module.make_optimizer(model), module.make_scaler(model)
     tokens = torch.randint(32, (8, 2, 33)).repeat(1, 1, 2)
     batches = itertools.cycle((row[:, :64], row[:, 1:65], 1) for row in tokens)
@@ -32,32 +28,14 @@ def losses(left_out: tuple[str, ...]) -> list[float]:
     for step in range(8):
         module.set_schedules(optimizer, step / 8)
         seen.append(module.train_step(model, optimizer, scaler, batches)[0].item())
-    del sys.modules[name]
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS | OF_EXPERTS)
 def test_without_a_mechanism_the_model_trains_otherwise(name):
-    assert losses((name,)) != losses(()) and max(losses((name,))) < 4
+    assert losses(name) != losses() and max(losses(name)) < 4
 
 
-def test_any_mechanisms_can_be_left_out_together():
-    assert max(losses((*EDITS, *OF_EXPERTS))) < 4
-    for pair in itertools.combinations(EDITS | OF_EXPERTS, 2):
-        compile(without(TRAIN, pair), "train.py", "exec")
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_both_designs_find_what_each_mechanism_is_worth(one_by_one):
-    names, luck = [*EDITS], np.random.default_rng(3)
-    worth = np.linspace(-0.002, 0.02, len(names))
-
-    def measure(plan, seeds):
-        scores = 1.2 + plan @ worth + 0.001 * luck.standard_normal(len(plan))
-        scores += 0.05 * (seeds % 2)  # a seed's luck, that of all versions
-        return plan, seeds, np.stack([scores, scores - 0.1], 1)
-
-    for change, true in zip(effects(names, measure, one_by_one), worth, strict=True):
-        assert abs(change.val - true) < 5 * change.error < 0.015
-        assert (change.verdict == "real") >= (true > 0.012)
+def test_mechanisms_can_be_left_out_together():
+    assert max(losses(*EDITS, *OF_EXPERTS)) < 4

@@ -1,10 +1,7 @@
 """Ordinary edits of train.py's text: each touches one place, or two, and trains as it is meant to.
 
-The table in docs/edits.md is printed by `PYTHONPATH=. python tests/test_edits.py`.
-
 Each edited file runs its own train() for a few steps of a tiny model: on the CPU in fp32, on a GPU in bf16 and fp16.
-The initial loss is that of a uniform guess, the loss falls, and every parameter moves, but for those that the edit
-freezes or leaves unused.
+The table in docs/edits.md is printed by `PYTHONPATH=. python tests/test_edits.py`.
 """
 
 import math
@@ -15,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_corpus import ROOT
 
 from harness import GPU, Clock
@@ -32,6 +30,10 @@ class Edit:
     still: str = r"$^"  # parameters that must not move
     says: str = ""  # a line that the run must print
 
+    @property
+    def touched(self) -> int:
+        return len(self.places) + bool(self.sizes)
+
 
 def replace(old: str, new: str, **options) -> Edit:
     return Edit([(old, new)], **options)
@@ -41,74 +43,12 @@ def after(old: str, new: str) -> tuple[str, str]:
     return old, old + new
 
 
-def before(old: str, new: str) -> tuple[str, str]:
-    return old, new + old
-
-
 RETURN_OPTIMIZER = "    return MuonAdamW([*groups.values()], model.dtype)\n"
 STEP = "    scaler.step(optimizer)\n"
-MLP = """\
-        C, fp8 = config.n_embd, config.fp8  # split into squares
-        self.c_fc = block_linear(C, factor * C, INIT_SCALE * C**-0.5, (C, -2), fp8)
-        self.c_proj = block_linear(factor * C, C, 0, (C, -1), fp8)
-
-    def forward(self, x):
-        return self.c_proj(leaky_relu_squared(self.c_fc(x)))
-"""
-SWIGLU = """\
-        C, width = config.n_embd, config.n_embd * 8 // 3 // 8 * 8
-        self.c_gate, self.c_up = (block_linear(C, width, INIT_SCALE * C**-0.5) for _ in range(2))
-        self.c_proj = block_linear(width, C, 0)
-
-    def forward(self, x):
-        return self.c_proj(F.silu(self.c_gate(x)) * self.c_up(x))
-"""
-LINEAR = """\
-        super().__init__(inputs, outputs, bias=False)
-        self.fp8 = fp8
-
-    def forward(self, x):
-        if self.fp8 and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
-            return linear_fp8(x, self.weight)
-        return F.linear(x, self.weight.to(x.dtype))
-"""
-BIASES = """\
-        super().__init__(inputs, outputs, bias=True)
-        nn.init.zeros_(self.bias)
-        self.fp8 = fp8
-
-    def forward(self, x):
-        bias = self.bias.to(x.dtype)
-        if self.fp8 and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
-            return linear_fp8(x, self.weight) + bias
-        return F.linear(x, self.weight.to(x.dtype), bias)
-"""
-LION = """\
-class Lion(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                p -= group["lr"] * torch.sign(0.9 * m + 0.1 * p.grad)
-                m.lerp_(p.grad, 0.01)
-
-
-"""
 BLOCK = "        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2 if self.experts else 4)\n"
 HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
 LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
 QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"
-SDPA = "    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)"
-ALIBI = """\
-    i = torch.arange(k.size(-2), device=q.device)
-    distance = i[-q.size(-2) :, None] - i
-    slope = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(-1, 1, 1)
-    bias = torch.where((distance >= 0) if mask is None else mask, -slope * distance, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype))"""
 INIT = "        model.init_weights()\n    if device.type"
 
 EDITS = {
@@ -120,9 +60,6 @@ EDITS = {
 """),
     "AdamW for all": replace(RETURN_OPTIMIZER, "    return torch.optim.AdamW(model.parameters(), 3e-3)\n"),
     "plain SGD": replace(RETURN_OPTIMIZER, "    return torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)\n"),
-    "Lion by hand": Edit([
-        before("def make_optimizer", LION), (RETURN_OPTIMIZER, "    return Lion(model.parameters(), 1e-3)\n"),
-    ]),
     "a second step per batch": replace(*after("    scaler.update()\n", "    optimizer.step()\n")),
     "c_proj renamed": Edit([
         ("self.c_proj = block_linear(factor", "self.out = block_linear(factor"),
@@ -141,22 +78,12 @@ EDITS = {
         after(BLOCK, "        self.norm = nn.LayerNorm(config.n_embd)\n"),
         ("        h = norm(x)\n", "        h = self.norm(x.float()).to(x.dtype)\n"),
     ], says=r"blocks\.\*\.norm\.bias declares no optimizer: adamw"),
-    "RMSNorm with weights": Edit([
-        after(BLOCK, "        self.scale = nn.Parameter(torch.ones(config.n_embd))\n"),
-        ("        h = norm(x)\n", "        h = norm(x) * self.scale.to(x.dtype)\n"),
-    ], says=r"blocks\.\*\.scale declares no optimizer: adamw"),
-    "biases": replace(LINEAR, BIASES, still=r"lm_head\.bias", says=r"c_fc\.bias declares no optimizer: adamw"),
-    "a scalar": Edit([
-        after(BLOCK, "        self.strength = nn.Parameter(torch.ones(()))\n"),
-        ("x = x + self.mlp(h)", "x = x + self.strength * self.mlp(h)"),
-    ]),
-    "a convolution": Edit([
-        after(BLOCK, "        self.conv = nn.Parameter(torch.zeros(config.n_embd, 1, 3))\n"),
-        ("        h = norm(x)\n", """\
-        h = F.conv1d(F.pad(norm(x).mT, (2, 0)), self.conv.to(x.dtype), groups=x.size(-1)).mT
-        h = norm(x) + h
-"""),
-    ], says=r"blocks\.\*\.conv declares no optimizer: adamw"),
+    "biases": Edit([
+        ("outputs, bias=False)\n", "outputs, bias=True)\n        nn.init.zeros_(self.bias)\n"),
+        ("""(x, self.weight)
+        return F.linear(x, self.weight.to(x.dtype))""", """(x, self.weight) + self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))"""),
+    ], still=r"lm_head\.bias", says=r"c_fc\.bias declares no optimizer: adamw"),
     "a matrix that declares nothing": Edit([
         after(BLOCK, "        self.mixer = Linear(config.n_embd, config.n_embd)\n"),
         ("x = x + self.mlp(h)", "x = x + self.mlp(self.mixer(h))"),
@@ -181,18 +108,17 @@ EDITS = {
         ("nn.Embedding(V, C), nn.init.normal_,", "nn.Embedding(V, C), 0.02,"),
     ]),
     # What has always worked, or nearly
-    "deeper": Edit(sizes=dict(depth=5)),
-    "wider": Edit(sizes=dict(n_embd=96)),
-    "other heads": Edit(sizes=dict(head_dim=16)),
-    "half the context": Edit(sizes=dict(seq_len=32)),
+    "other sizes": Edit(sizes=dict(depth=5, n_embd=96, head_dim=16, seq_len=32)),
     "accumulated gradients": Edit(sizes=dict(device_batch_size=1)),
     "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
     "tables by AdamW": replace("row_adam(config.ngram_lr, config.n_embd, 0.8, half_lr)", "adamw(0.4, config.n_embd)"),
-    "SwiGLU": replace(MLP, SWIGLU),
+    "SwiGLU": Edit([
+        after("        C, fp8 = config.n_embd, config.fp8  # split into squares\n", """\
+        self.c_gate = block_linear(C, factor * C, INIT_SCALE * C**-0.5, (C, -2), fp8)
+"""),
+        ("leaky_relu_squared(self.c_fc(x))", "F.silu(self.c_gate(x)) * self.c_fc(x)"),
+    ]),
     "dropout": replace("x = x + self.mlp(h)", "x = x + F.dropout(self.mlp(h), 0.1, self.training)"),
-    "cosine schedule": replace(
-        "(1 - (1 - FINAL_LR) * progress)", "(0.55 + 0.45 * math.cos(math.pi * progress))"
-    ),
     "warm-up": replace("(1 - (1 - FINAL_LR) * progress)", "min(1, 0.3 + progress)"),
     "z-loss": replace(LOSS, """\
         loss, lse = fused_linear_cross_entropy(x, self.lm_head.weight, targets, return_lse=True, **options)
@@ -211,10 +137,6 @@ EDITS = {
     ]),
     "full context elsewhere": replace("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
-    "ALiBi": Edit([
-        (SDPA, ALIBI),
-        ('gpu.flash or "fa2"', '"sdpa"'),
-    ]),
     "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),
     "parallel attention and MLP": replace(
         "        x = x + self.attn(norm(x), idx, cos, sin)\n        h = norm(x)\n",
@@ -228,11 +150,11 @@ def table() -> str:
     rows = ["| edit | places | a run says |", "| --- | --- | --- |"]
     for name, edit in EDITS.items():
         says = edit.says.replace("\\", "").replace("*", r"\*")
-        rows.append(f"| {name} | {len(edit.places) + bool(edit.sizes)} | {says} |")
+        rows.append(f"| {name} | {edit.touched} | {says} |")
     return "\n".join(rows) + "\n"
 
 
-def edited(edit: Edit) -> types.ModuleType:
+def edited(edit: Edit, monkeypatch) -> types.ModuleType:
     """train.py with the edit, and with a tiny SIZE."""
     sizes = ", ".join(f"{name}={value}" for name, value in (TINY | edit.sizes).items())
     text = SOURCE
@@ -240,13 +162,25 @@ def edited(edit: Edit) -> types.ModuleType:
         assert text.count(old) == 1, f"{text.count(old)} times in train.py: {old}"
         text = text.replace(old, new)
     module = types.ModuleType("edited")
-    sys.modules["edited"] = module
+    monkeypatch.setitem(sys.modules, "edited", module)  # where dataclasses look
     exec(compile(text, "train.py", "exec"), vars(module))
     return module
 
 
-def run(edit: Edit, tokenizer, device: torch.device, gpu: GPU, capsys) -> None:
-    module = edited(edit)
+ON_A_GPU = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("fp16", "bf16")]
+
+
+@pytest.mark.parametrize("kind", ["fp32", *ON_A_GPU])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_ordinary_edit_in_one_place_or_two_trains(name, kind, tokenizer, capsys, monkeypatch):
+    """The initial loss is that of a uniform guess, the loss falls, and every parameter moves, but for those that the
+    edit freezes or leaves unused; what is for training only is not scored."""
+    capability = None if kind == "fp32" else (7, 5) if kind == "fp16" else torch.cuda.get_device_capability()
+    if kind == "bf16" and capability < (8, 0):
+        pytest.skip("not on this GPU")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds each
+    edit, device = EDITS[name], torch.device("cpu" if kind == "fp32" else "cuda")
+    module = edited(edit, monkeypatch)
     losses, initial, real = [], {}, module.train_step
 
     def train_step(model, optimizer, scaler, loader):
@@ -260,42 +194,19 @@ def run(edit: Edit, tokenizer, device: torch.device, gpu: GPU, capsys) -> None:
         return torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=model.dtype == torch.float16)
 
     module.train_step, module.make_scaler = train_step, make_scaler
-    config = module.SIZE
-    try:
-        clock = Clock(tokens=STEPS * config.total_batch_size)
-        model, _ = module.train(clock, tokenizer, device, 0, gpu)
-    finally:
-        del sys.modules["edited"]
+    clock = Clock(tokens=STEPS * module.SIZE.total_batch_size)
+    model, _ = module.train(clock, tokenizer, device, 0, GPU(capability, 0.0))
+    assert 1 <= edit.touched <= 2
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.02, losses
     assert losses[0] == pytest.approx(math.log(tokenizer.get_vocab_size()), abs=0.1)
     for name, p in model.named_parameters():
         moved = not torch.equal(p.to(initial[name].dtype), initial[name])
         assert moved != bool(re.search(edit.still, name)), f"{name} {'moved' if moved else 'did not move'}"
-    x = torch.randint(tokenizer.get_vocab_size(), (2, config.seq_len), device=device)
+    x = torch.randint(tokenizer.get_vocab_size(), (2, module.SIZE.seq_len), device=device)
     with torch.no_grad():
-        logits = model(x)
-        expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
-        y = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-1)
-        assert model(x, y).item() == pytest.approx(expected.item(), rel=5e-3), "what is for training only is scored"
+        expected = F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        assert model(x, F.pad(x[:, 1:], (0, 1), value=-1)).item() == pytest.approx(expected.item(), rel=5e-3)
     assert re.search(edit.says, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_ordinary_edit_in_one_place_or_two_trains(name, tokenizer, capsys):
-    edit = EDITS[name]
-    assert 1 <= len(edit.places) + bool(edit.sizes) <= 2
-    run(edit, tokenizer, torch.device("cpu"), GPU(None, 0.0), capsys)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fp16", [True, False], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", EDITS)
-def test_an_ordinary_edit_trains_in_half_precision(name, fp16, tokenizer, capsys, monkeypatch):
-    capability = (7, 5) if fp16 else torch.cuda.get_device_capability()  # which decides whether there are experts
-    if not fp16 and capability < (8, 0):
-        pytest.skip("not on this GPU")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds each
-    run(EDITS[name], tokenizer, torch.device("cuda"), GPU(capability, 0.0), capsys)
 
 
 def test_the_table_in_the_docs_is_that_of_these_edits():

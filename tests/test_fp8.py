@@ -19,10 +19,15 @@ def layer(request):
         yield Linear(K, N, fp8=True)
 
 
-def results(layer, x, dy, linear):
+def results(layer, x, dy, linear=None):
+    """Output and gradients in bf16 of x and of the weight. linear: instead of the layer."""
     x = x.to(torch.bfloat16).requires_grad_()
-    y = linear(x)
+    y = layer(x) if linear is None else linear(x)
     return y, *torch.autograd.grad(y, (x, layer.weight), dy.to(torch.bfloat16))
+
+
+def exact_results(layer, x, dy):
+    return results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 100), (2, 5, 64)])
@@ -30,8 +35,7 @@ def results(layer, x, dy, linear):
 def test_outputs_and_gradients_are_those_of_linear_but_for_rounding_at_every_scale(layer, shape, scale):
     x, dy = scale * torch.randn(*shape, K), torch.randn(*shape, N) / scale**2
     layer.weight.data *= scale
-    found = results(layer, x, dy, layer)
-    exact = results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+    found, exact = results(layer, x, dy), exact_results(layer, x, dy)
     for a, b, most in zip(found, exact, (0.06, 0.09, 0.01), strict=True):  # 3 bits of mantissa, 2, and 8
         assert a.shape == b.shape and a.dtype == b.dtype and relative_error(a, b) < most
 
@@ -40,26 +44,21 @@ def test_rows_between_those_that_set_the_scale_may_be_8_times_as_large_and_no_mo
     x, dy = torch.randn(64, K), torch.randn(64, N)
     for factor, most in ((7, 0.06), (1000, None)):
         x[1] = factor * x[0].abs().amax() * torch.sign(torch.randn(K))
-        y, *grads = results(layer, x, dy, layer)
-        exact, *_ = results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+        (y, *grads), (exact, *_) = results(layer, x, dy), exact_results(layer, x, dy)
         assert all(t.isfinite().all() for t in (y, *grads))
         assert relative_error(y[1], exact[1]) < most if most else y[1].norm() < exact[1].norm() / 50
         rest = torch.arange(64, device=y.device) != 1
         assert relative_error(y[rest], exact[rest]) < 0.06
 
 
-def test_gradients_of_tokens_a_million_times_apart_and_negative_inputs_keep_their_precision(layer):
+def test_tokens_a_million_times_apart_negative_inputs_zeros_and_nan_keep_what_they_are(layer):
     x, dy = -torch.rand(64, K), torch.randn(64, N)
     dy[1] *= 1e-6
-    found, exact = results(layer, x, dy, layer), results(layer, x, dy, lambda x: F.linear(x, layer.weight.to(x.dtype)))
+    found, exact = results(layer, x, dy), exact_results(layer, x, dy)
     assert relative_error(found[0], exact[0]) < 0.06 and relative_error(found[1][1], exact[1][1]) < 0.09
-
-
-def test_zeros_stay_zeros_and_nan_shows(layer):
-    x, dy = torch.zeros(64, K), torch.zeros(64, N)
-    assert not any(t.any() for t in results(layer, x, dy, layer))
+    assert not any(t.any() for t in results(layer, 0 * x, 0 * dy))
     x[0, 0] = float("nan")
-    assert results(layer, x, dy, layer)[0].isnan().any()
+    assert results(layer, x, dy)[0].isnan().any()
 
 
 def test_evaluation_other_dtypes_and_layers_without_it_have_no_fp8(layer):
@@ -77,5 +76,5 @@ def test_evaluation_other_dtypes_and_layers_without_it_have_no_fp8(layer):
 def test_it_compiles_whole(layer, backend):
     x, dy = torch.randn(2, 64, K), torch.randn(2, 64, N)
     found = results(layer, x, dy, torch.compile(layer, fullgraph=True, backend=backend))
-    for a, b in zip(found, results(layer, x, dy, layer), strict=True):
+    for a, b in zip(found, results(layer, x, dy), strict=True):
         assert relative_error(a, b) < 0.01

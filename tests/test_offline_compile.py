@@ -5,6 +5,7 @@ tensor cores are needed.
     python tests/test_offline_compile.py 75 80         # each variant for these chips, a JSON line each
 """
 
+import itertools
 import json
 import os
 import re
@@ -61,82 +62,56 @@ def resources(compiled) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": spilled, "shared": compiled.metadata.shared}
 
 
-def compile_variant(name: str, types: list, constants: dict, warps: int, capability: int, dtype: str) -> dict:
-    """What the assembler reports about one variant. TRITON_INTERPRET must be unset: else there is no IR."""
+def compile_for(chips: list[int]) -> Iterator[dict]:
+    """What the assembler reports about each variant. TRITON_INTERPRET must be unset: else there is no IR."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     import kernels
 
-    kernel = getattr(kernels, name)
-    given = dict(zip((arg for arg in kernel.arg_names if arg not in constants), types, strict=True))
-    constants = {arg: constants.get(arg) for arg in kernel.arg_names if given.get(arg) is None}
-    signature = {arg: "constexpr" if arg in constants else given[arg].replace("x", dtype) for arg in kernel.arg_names}
-    aligned = [i for i, (arg, kind) in enumerate(signature.items()) if kind[0] == "*" or arg in ALIGNED]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})  # raises what ptxas raises
-    return resources(compiled) | {
-        "dot": "tt.dot" in compiled.asm["ttir"] or "mma" in compiled.asm["ptx"],
-        "mufu": len(re.findall(r"\b(?:ex2|rsqrt|rcp|div|lg2|tanh)\.", compiled.asm["ptx"])),
-    }
-
-
-def compile_for(capabilities: list[int]) -> Iterator[dict]:
-    for name, types, constants, warps in VARIANTS:
-        for capability in capabilities:
-            dtype = "bf16" if capability >= 80 else "fp16"
-            own = {"TANH_UNIT": dtype == "bf16"} if name == "_cross_entropy_kernel" else {}
-            variant = dict(kernel=name, types=" ".join(map(str, types)), sm=capability, dtype=dtype) | constants
-            yield variant | compile_variant(name, types, constants | own, warps, capability, dtype)
+    for sm, (name, types, constants, warps) in itertools.product(chips, VARIANTS):
+        kernel, dtype = getattr(kernels, name), "bf16" if sm >= 80 else "fp16"
+        fixed = constants | {"TANH_UNIT": dtype == "bf16"}
+        given = dict(zip((arg for arg in kernel.arg_names if arg not in fixed), types, strict=True))
+        fixed = {arg: fixed.get(arg) for arg in kernel.arg_names if given.get(arg) is None}
+        signature = {arg: "constexpr" if arg in fixed else given[arg].replace("x", dtype) for arg in kernel.arg_names}
+        aligned = [i for i, (arg, kind) in enumerate(signature.items()) if kind[0] == "*" or arg in ALIGNED]
+        source = ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in aligned})
+        target = GPUTarget("cuda", sm, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": warps})  # raises what ptxas raises
+        dot = "tt.dot" in compiled.asm["ttir"] or "mma" in compiled.asm["ptx"]
+        yield dict(kernel=name, types=types, sm=sm, dot=dot) | constants | resources(compiled)
 
 
 def main() -> None:
-    table, capabilities = "--table" in sys.argv, [int(arg) for arg in sys.argv[1:] if arg.isdigit()]
-    rows = []
-    for row in compile_for(capabilities or list(SHARED)):
-        rows.append(row)
-        if not table:
+    chips = [int(arg) for arg in sys.argv[1:] if arg.isdigit()] or list(SHARED)
+    if "--table" not in sys.argv:
+        for row in compile_for(chips):
             print(json.dumps(row), flush=True)
-    if table:
-        names = list(dict.fromkeys(row["kernel"] for row in rows))
-        print("| sm | " + " | ".join(name.strip("_") for name in names) + " |\n" + "| --- " * (len(names) + 1) + "|")
-        for sm in dict.fromkeys(row["sm"] for row in rows):
-            own = {name: [row for row in rows if (row["kernel"], row["sm"]) == (name, sm)] for name in names}
-            most = [[max(row[key] for row in own[name]) for key in KEYS] for name in names]
-            print(f"| {sm} | " + " | ".join("{}, {}, {}".format(*values) for values in most) + " |")
+        return
+    names = list(dict.fromkeys(name for name, *_ in VARIANTS))
+    print("| sm | " + " | ".join(name.strip("_") for name in names) + " |\n" + "| --- " * (len(names) + 1) + "|")
+    for sm in chips:
+        most = {name: [0, 0, 0] for name in names}
+        for row in compile_for([sm]):
+            most[row["kernel"]] = [max(row[key], value) for key, value in zip(KEYS, most[row["kernel"]], strict=True)]
+        print(f"| {sm} | " + " | ".join("{}, {}, {}".format(*values) for values in most.values()) + " |", flush=True)
 
 
-@pytest.fixture(scope="module", params=[(75,), pytest.param(tuple(SHARED), marks=pytest.mark.slow)], ids=["T4", "all"])
-def rows(request) -> list[dict]:
+@pytest.mark.parametrize("chips", [(75,), pytest.param(tuple(SHARED), marks=pytest.mark.slow)], ids=["T4", "all"])
+def test_every_kernel_fits_into_each_chip_without_spills_and_tensor_cores(chips):
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, *map(str, request.param)]
-    child = subprocess.run(command, env=env, capture_output=True, text=True)
+    child = subprocess.run([sys.executable, __file__, *map(str, chips)], env=env, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr[-2000:]
     rows = [json.loads(line) for line in child.stdout.splitlines()]
-    assert {row["sm"] for row in rows} == set(request.param)
-    return rows
-
-
-def test_every_kernel_fits_into_each_chip_without_spills_and_tensor_cores(rows):
     source = (ROOT / "kernels.py").read_text()
     assert {row["kernel"] for row in rows} == set(re.findall(r"^@(?:triton\.)?jit\ndef (\w+_kernel)\(", source, re.M))
-    # up to 64 bytes spill, by some versions of Triton, of vocabularies that do not fit into registers
-    assert max(row["shared"] for row in rows) > 0
+    assert {row["sm"] for row in rows} == set(chips) and max(row["shared"] for row in rows) > 0
     for row in rows:
+        # up to 64 bytes spill, by some versions of Triton, of vocabularies that do not fit into registers
         assert row["spilled"] <= 64 * (row.get("V", 0) > 16384), row
         assert row["shared"] <= 1024 * SHARED[row["sm"]] and not row["dot"], row
-
-
-@pytest.mark.parametrize("rows", [pytest.param(tuple(SHARED), marks=pytest.mark.slow)], indirect=True, ids=["all"])
-def test_an_element_costs_two_transcendentals_with_softcap_and_one_without(rows):
-    """What limits the row kernel besides memory: 8192 columns on 256 threads. The scalars of each row add a few."""
-    for softcap in (True, False):
-        for lse in (True, False):
-            types = " ".join(map(str, arguments(True, lse, softcap)))
-            (mufu,) = (r["mufu"] for r in rows if r.get("V") == 8192 and r["types"] == types and r["sm"] == 90)
-            assert 1 + softcap <= mufu * 256 / 8192 < 1.5 + softcap
 
 
 if __name__ == "__main__":

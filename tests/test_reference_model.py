@@ -69,12 +69,12 @@ def reference_logits(model, weights, x) -> torch.Tensor:
     return torch.stack([reference.logits(of, weights, row.tolist()) for row in x])
 
 
-def assert_agrees(model, tolerance: float) -> None:
+def assert_agrees(model, tolerance: float, length: int = T) -> None:
     """Logits, loss and the gradient of every parameter, against float64; no gradient is missing, and none is zero.
 
     Errors are relative to the gradients of that kind of weight in all layers: one scalar's may happen to be near zero.
     """
-    weights, tokens = lively(model), random_tokens()
+    weights, tokens = lively(model), random_tokens(length + 1)
     x, y = tokens[:, :-1], tokens[:, 1:]
     logits, expected = model(x), reference_logits(model, weights, x)
     assert 5 < expected.abs().max() < train.SOFTCAP, "the softcap bends the logits"
@@ -93,14 +93,14 @@ def assert_agrees(model, tolerance: float) -> None:
             assert (grad.double() - expected).norm() < 2 * tolerance * size, kind
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layers, length", [*((layers, T) for layers in LAYERS), ("cuts in one place", 17)])
 @pytest.mark.parametrize("attention", ["sdpa", "fa3", "fa2"])
-def test_logits_and_gradients_are_those_of_the_formulas(attention, layers, exact_windows):
-    """Attention in pieces, and windows that slide, for which a shift means nothing."""
-    assert_agrees(build(layers, attention), 1e-4)
+def test_logits_and_gradients_are_those_of_the_formulas(attention, layers, length, exact_windows):
+    """Attention in pieces, of which the last may be short, and windows that slide, for which a shift means nothing."""
+    assert_agrees(build(layers, attention), 1e-4, length)
 
 
-@pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("experts, per_token", [(2, 1), (4, 2), (3, 3), (32, 2)])
 def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_token):
     """So no token is dropped, however uneven the load."""
     model = build("some windows slide", experts=(experts, per_token))
@@ -109,13 +109,6 @@ def test_logits_and_gradients_of_experts_are_those_of_the_formulas(experts, per_
     even = per_token * 2 * T / experts
     assert (loads.sum(1) == experts * even).all()
     assert loads.max() > 1.25 * even or per_token == experts
-
-
-def test_a_layer_that_turns_activations_into_fp32_is_named_instead_of_training_slowly():
-    model = build("cuts in one place", dtype=torch.bfloat16)
-    model.blocks[0].mlp.register_forward_hook(lambda layer, args, out: out.float())
-    with pytest.raises(AssertionError, match=r"a tensor makes activations torch.float32: cast it to x.dtype"):
-        model(torch.zeros(1, 8, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
@@ -146,22 +139,12 @@ def test_an_expert_gets_all_tokens_if_its_bias_is_high_and_loses_it_step_by_step
         model(x)
 
 
-@pytest.mark.parametrize("length", [8, 17])  # one piece; several, of which the last is not full
-@pytest.mark.parametrize("attention", ["sdpa", "fa2"])
-def test_a_shorter_sequence_gets_the_logits_of_its_own_length(attention, length, exact_windows):
-    model = build("shifted cuts", attention, experts=(4, 1))
-    weights, x = lively(model), random_tokens(length)
-    assert relative_error(model(x), reference_logits(model, weights, x)) < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["random", "repetitive"])
-def test_induction_finds_what_followed_the_last_occurrence_of_the_same_three_tokens(kind):
+def test_induction_finds_what_followed_the_last_occurrence_of_the_same_three_tokens():
     for seed in range(5):
         random = torch.Generator().manual_seed(seed)
         idx = torch.randint(5, (4, 64), generator=random)
-        if kind == "repetitive":  # of periods 1, 2, 3 and 7, each with two slips
-            idx = torch.stack([row[:n].repeat(64)[:64] for row, n in zip(idx, (1, 2, 3, 7), strict=True)])
-            idx.scatter_(1, torch.randint(64, (4, 2), generator=random), 4)
+        again = torch.stack([row[:n].repeat(64)[:64] for row, n in zip(idx, (1, 2, 3, 7), strict=True)])
+        idx = torch.cat([idx, again.scatter(1, torch.randint(64, (4, 2), generator=random), 4)])  # with two slips
         expected = [[reference.follower(row, t) for t in range(64)] for row in idx.tolist()]
         assert all(-1 in row and len(set(row)) > 1 for row in expected), "some were there before, some not"
         followers, found = train.induction(idx)

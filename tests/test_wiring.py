@@ -13,15 +13,13 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from reference_model import relative_error
-from small_corpus import texts, write_parquet
+from small_corpus import texts
 
 import harness
 import prepare
@@ -29,50 +27,19 @@ import train
 
 T = 64  # tokens in a sequence
 TINY = train.Config(2, 64, 32, T, T, 2, 8 * T, 512, eval_seq_len=T)  # four device batches of two sequences to a step
-VALIDATION = texts(6542, count=8)
+VALIDATION = texts(6542)  # as in the prepared corpus
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def tiny_cache(tmp_path_factory) -> Path:
-    """A cache with one train file of 15,000 tokens and validation documents of 2,000."""
-    folder = tmp_path_factory.mktemp("tiny")
-    write_parquet(folder / "corpus" / "shard_00000.parquet", texts(0))
-    write_parquet(folder / "corpus" / prepare.VAL_FILE, VALIDATION)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTORESEARCH_CACHE", str(folder / "cache"))
-        prepare.prepare(str(folder / "corpus"))
-    return folder / "cache"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_cache) -> prepare.Tokenizer:
-    (folder,) = (path for path in tiny_cache.iterdir() if path.is_dir())
-    return prepare.Tokenizer.from_directory(folder)
-
-
-@dataclass
-class Step:
-    progress: float  # that its schedules were set for
-    batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    gradient: torch.Tensor = None  # of lm_head, as the optimizer got it
-    weights: Weights = None  # that the step has left
-
-
-@dataclass
 class Run:
-    """What happened from the first step on."""
+    """What happened from the first step on, in lists with an item per step."""
 
-    steps: list[Step] = field(default_factory=list)
-    initial: Weights = None
-    evaluated: set[tuple[int, ...]] = field(default_factory=set)  # shapes of the batches that were scored
-    model: torch.nn.Module = None
-    out: str = ""
-
-    @property
-    def final(self) -> Weights:
-        return self.steps[-1].weights
+    def __init__(self):
+        self.progress, self.gradients = [], []  # what schedules were set for; lm_head's gradient at the optimizer
+        self.batches, self.losses = [], []  # lists: of (inputs, targets) and their losses
+        self.weights: list[Weights] = []  # the initial ones, then those that each step has left
+        self.evaluated = set()  # shapes of the batches that were scored
+        self.model, self.out = None, ""
 
     @property
     def summary(self) -> dict[str, str]:
@@ -81,7 +48,7 @@ class Run:
     @property
     def text(self) -> torch.Tensor:
         """(sequences, 2, T): inputs and targets in the order in which the model saw them."""
-        return torch.cat([torch.stack(batch, dim=1) for step in self.steps for batch in step.batches])
+        return torch.cat([torch.stack(batch, dim=1) for batches in self.batches for batch in batches])
 
 
 def weights_of(model: train.GPT) -> Weights:
@@ -89,7 +56,7 @@ def weights_of(model: train.GPT) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
+def run(prepared, tmp_path_factory) -> Callable[..., Run]:
     """Runs train.py's command line for so many tokens."""
 
     def run(tokens: int, *args: str, dtype=torch.float32, memory=math.inf, loss_scale=None, **sizes) -> Run:
@@ -103,31 +70,35 @@ def run(tiny_cache, tmp_path_factory) -> Callable[..., Run]:
             init(model, *args)
 
         def on_schedules(optimizer, progress):
-            record.initial = record.initial or weights_of(record.model)
-            record.steps.append(Step(progress))
+            record.weights = record.weights or [weights_of(record.model)]
+            record.progress.append(progress)
+            record.batches.append([])
+            record.losses.append([])
             set_schedules(optimizer, progress)
 
         def on_forward(model, idx, targets=None, reduction="mean"):
             if len(idx) >= memory:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             loss = forward(model, idx, targets, reduction)
+            if not record.progress:
+                return loss  # of the warm-up
             if targets is None:
-                record.evaluated.update([tuple(idx.shape)] * bool(record.steps))  # once trained
-            elif record.steps:  # no warm-up
-                record.steps[-1].batches.append((idx.clone(), targets.clone()))
-                record.steps[-1].losses.append(loss.item())
+                record.evaluated.add(tuple(idx.shape))
+            else:
+                record.batches[-1].append((idx.clone(), targets.clone()))
+                record.losses[-1].append(loss.item())
             return loss
 
         def on_step(optimizer):
             gradient = record.model.lm_head.weight.grad.clone()
             step(optimizer)
-            if record.steps:
-                record.steps[-1].gradient, record.steps[-1].weights = gradient, weights_of(record.model)
+            if record.progress:
+                record.gradients.append(gradient)
+                record.weights.append(weights_of(record.model))
 
-        folder = tmp_path_factory.mktemp("run")
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-            patch.setenv("AUTORESEARCH_CACHE", str(tiny_cache))
-            patch.setattr(harness, "RESULTS", folder / "results.tsv")
+            patch.setenv("AUTORESEARCH_CACHE", str(prepared))
+            patch.setattr(harness, "RESULTS", tmp_path_factory.mktemp("run") / "results.tsv")
             patch.setattr(harness.experiment, "handle_signals", lambda handler: None)
             patch.setattr(train.GPT, "__init__", on_init)
             patch.setattr(train.GPT, "forward", on_forward)
@@ -166,12 +137,21 @@ def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-# -- The metric
+@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
+def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
+    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
+    assert [len(step) for step in record.batches] == [batches] * 5
+    assert {tuple(t.shape) for step in record.batches for batch in step for t in batch} == {(device_batch, T)}
+    assert record.summary["num_steps"] == "5"
+    assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
+    for block in record.model.blocks[-1::-2]:
+        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
+        assert one == -other and abs(one) in map(pytest.approx, range(6))  # 0: both had as many
 
 
-def bits_per_byte(model, tokenizer) -> float:
-    """Of the whole validation text, from the model's logits alone, in float64, a window at a time."""
-    bos = tokenizer.get_bos_token_id()
+def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_step_left_them(plain, tokenizer):
+    """From the model's logits alone, in float64, a window at a time."""
+    model, bos = with_weights(plain.model, plain.weights[-1]), tokenizer.get_bos_token_id()
     stream = [token for ids in tokenizer.encode(VALIDATION, prepend=bos) for token in ids]
     nats, nbytes = 0.0, 0
     for start in range(0, len(stream) - 1, T):
@@ -182,84 +162,45 @@ def bits_per_byte(model, tokenizer) -> float:
             if target != bos:
                 nats -= log_p[position, target].item()
                 nbytes += len(tokenizer.encoding.decode_single_token_bytes(target))
-    return nats / math.log(2) / nbytes
+    assert float(plain.summary["val_bpb"]) == pytest.approx(nats / math.log(2) / nbytes, abs=2e-5)
 
 
-def test_val_bpb_is_that_of_all_validation_text_and_of_the_weights_as_the_last_step_left_them(plain, tokenizer):
-    expected = bits_per_byte(with_weights(plain.model, plain.final), tokenizer)
-    assert float(plain.summary["val_bpb"]) == pytest.approx(expected, abs=2e-5)
-
-
-# -- Steps
-
-
-def test_schedules_are_set_before_each_step_from_the_share_of_the_budget_that_is_spent(plain):
-    assert [step.progress for step in plain.steps] == pytest.approx([i / 10 for i in range(10)])
-
-
-@pytest.mark.parametrize(("device_batch", "sequences", "batches"), [(2, 8, 4), (1, 3, 3)])
-def test_a_step_accumulates_its_total_batch_and_balances_the_experts(run, device_batch, sequences, batches):
-    record = run(5 * sequences * T, device_batch_size=device_batch, total_batch_size=sequences * T, num_experts=2)
-    assert [len(step.batches) for step in record.steps] == [batches] * 5
-    assert {tuple(t.shape) for step in record.steps for batch in step.batches for t in batch} == {(device_batch, T)}
-    assert record.summary["num_steps"] == "5"
-    assert record.summary["total_tokens_M"] == f"{5 * sequences * T / 1e6:.1f}"
-    for block in record.model.blocks[-1::-2]:
-        one, other = (block.experts.bias / train.BALANCE_RATE).tolist()  # steps up: one's gain is the other's loss
-        assert one == -other and abs(one) in map(pytest.approx, range(6))  # 0: both had as many
+def test_steps_get_their_share_of_the_budget_the_loaders_batches_in_order_and_print_the_mean_loss(plain, tokenizer):
+    assert plain.progress == pytest.approx([i / 10 for i in range(10)])
+    expected = islice(prepare.make_dataloader(tokenizer, 1, T, "train", "cpu"), 8 * 10)
+    assert torch.equal(plain.text, torch.cat([torch.stack([x, y], dim=1) for x, y, _ in expected]))
+    printed = float(re.search(r"loss (\d+\.\d+)", plain.out)[1])
+    assert printed == pytest.approx(np.mean(plain.losses[0]), abs=1e-4), "in nats, over the total batch"
 
 
 def test_the_optimizer_gets_the_mean_gradient_of_the_total_batch_and_of_no_earlier_one(plain):
-    for before, step in pairwise(plain.steps):
-        model = with_weights(plain.model, before.weights)
-        x, y = (torch.cat(part) for part in zip(*step.batches, strict=True))
+    for weights, batches, gradient in zip(plain.weights, plain.batches, plain.gradients, strict=False):
+        model = with_weights(plain.model, weights)
+        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         model(x, y).backward()
-        expected = model.lm_head.weight.grad
-        assert relative_error(step.gradient, expected) < 1e-4
+        assert relative_error(gradient, model.lm_head.weight.grad) < 1e-4
 
 
 def test_a_device_batch_that_does_not_fit_is_halved_and_the_step_stays_what_it_is(plain, run):
     halved = run(8 * T * 10, "--seed", "7", device_batch_size=8, memory=3)
     assert halved.out.count("Out of memory") == 2
-    assert torch.equal(halved.text, plain.text) and len(halved.steps) == 10
-    assert {batch[0].shape for step in halved.steps for batch in step.batches} == {(2, T)}
+    assert torch.equal(halved.text, plain.text) and len(halved.batches) == 10
+    assert {batch[0].shape for step in halved.batches for batch in step} == {(2, T)}
     sample = (1, T)
     assert halved.evaluated - {sample} == {(2, T)}, "what did not fit in training is not tried in evaluation"
-    assert equal(halved.final, plain.final)
-
-
-def test_the_model_sees_the_loaders_batches_once_each_and_in_order(plain, tokenizer):
-    expected = islice(prepare.make_dataloader(tokenizer, 1, T, "train", "cpu"), 8 * 10)
-    assert torch.equal(plain.text, torch.cat([torch.stack([x, y], dim=1) for x, y, _ in expected]))
-
-
-def test_the_first_printed_loss_is_the_mean_over_the_total_batch_in_nats(plain):
-    printed = float(re.search(r"loss (\d+\.\d+)", plain.out)[1])
-    assert printed == pytest.approx(np.mean(plain.steps[0].losses), abs=1e-4)
-
-
-def test_text_comes_again_only_when_all_other_text_has_come_and_the_epoch_says_so(run, tokenizer):
-    record = run(16 * T * 32, device_batch_size=16, total_batch_size=32 * T)
-    seen = [tuple(row) for row in record.text[:, 0].tolist()]
-    epoch = seen.index(seen[0], 1)
-    assert len(set(seen[:epoch])) == epoch and len(prepare.TokenStream(tokenizer, "train")) - 2 * T < epoch * T
-    epochs = [int(number) for number in re.findall(r"epoch (\d)", record.out)]
-    assert epochs == [1 + (32 * step - 1) // epoch for step in range(1, 17)] and max(epochs) == 3
+    assert equal(halved.weights[-1], plain.weights[-1])
 
 
 @pytest.mark.slow
 def test_in_fp16_steps_that_overflow_change_no_weight_and_are_counted_and_the_others_learn(run):
     """One device batch: CPUs cannot add sparse gradients in fp16."""
     record = run(8 * T * 40, dtype=torch.float16, loss_scale=2.0**32, device_batch_size=8)
-    skipped = [equal(a, b) for a, b in pairwise([record.initial, *(step.weights for step in record.steps)])]
+    skipped = [equal(a, b) for a, b in pairwise(record.weights)]
     assert skipped[0] and 3 < sum(skipped) < 30, skipped
     assert record.summary["skipped_steps"] == str(sum(skipped))
-    assert {p.dtype for name, p in record.final.items() if "ngram" in name} == {torch.float16}
-    assert all(p.isfinite().all() for p in record.final.values())
-    assert record.steps[-1].losses[0] < record.steps[0].losses[0] - 1
-
-
-# -- Seeds
+    assert {p.dtype for name, p in record.weights[-1].items() if "ngram" in name} == {torch.float16}
+    assert all(p.isfinite().all() for p in record.weights[-1].values())
+    assert record.losses[-1][0] < record.losses[0][0] - 1
 
 
 def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, tokenizer):
@@ -269,6 +210,6 @@ def test_the_seed_chooses_the_initial_weights_and_not_the_text(plain, run, token
         model = train.GPT(config, torch.float32, "sdpa")
         torch.manual_seed(seed)
         model.init_weights()
-        assert equal(record.initial, weights_of(model)), "nothing else has drawn from it"
-    assert not equal(plain.initial, other.initial)
+        assert equal(record.weights[0], weights_of(model)), "nothing else has drawn from it"
+    assert not equal(plain.weights[0], other.weights[0])
     assert torch.equal(plain.text, other.text)
