@@ -24,11 +24,11 @@ from prepare import EVAL_TOKENS, Tokenizer, evaluate_bpb, make_dataloader
 
 
 def test_a_second_run_changes_nothing(prepared, corpus, tokenizer, monkeypatch, capsys):
-    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*.*")}
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data", str(corpus)])
     prepare.main()
     assert "ready: corpus-" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*.*")} == before
 
 
 def test_a_terminal_that_lacks_a_character_of_a_path_gets_another_one(prepared, tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_pa
     monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 4000)
     monkeypatch.setattr(prepare, "TOKENIZER_DOC_CHARS", 1000)
     documents = iter(["abc " * 250 + "xyz " * 250] * 4 + ["uvw " * 250] * 4)
-    Tokenizer.train(documents, tmp_path / "tokenizer.txt")
+    Tokenizer.train(documents, tmp_path)
     encoding = Tokenizer.from_directory(tmp_path).encoding
     tokens = set(encoding.token_byte_values())
     assert b" abc" in tokens and not {b"xy", b"yz", b"uv", b"vw"} & tokens and len(list(documents)) == 4
@@ -63,7 +63,7 @@ def test_the_tokenizer_takes_only_so_much_text_in_all_and_of_one_document(tmp_pa
 def test_a_vocabulary_that_is_too_small_for_bytes_or_too_large_for_uint16_is_refused(monkeypatch, tmp_path, size):
     monkeypatch.setattr(prepare, "VOCAB_SIZE", size)
     with pytest.raises(prepare.PrepareError, match=f"VOCAB_SIZE = {size!r} .* 260 to 65000"):
-        Tokenizer.train(texts(0), tmp_path / "tokenizer.txt")
+        Tokenizer.train(texts(0), tmp_path)
 
 
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
@@ -71,7 +71,7 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     (tmp_path / "book.txt").write_text(lines + "x" * 200_000 + "<|endoftext|><|endoftext|>the end")
     documents = list(prepare.documents(tmp_path / "book.txt"))
     assert documents == [lines + "x" * 200_000, "", "the end"]
-    passages = list(prepare.passages(documents[0]))
+    passages = list(prepare.PASSAGE.findall(documents[0]))
     assert "".join(passages) == documents[0]
     assert max(map(len, passages)) <= 2**13 and all(p.endswith("\n") for p in passages[:30]) and len(passages) < 75
 
@@ -83,7 +83,7 @@ def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
             file.write("🙂" * (i == 7) + "a line of a book\n" * 6000 + "<|endoftext|>")
     size = (tmp_path / "books.txt").stat().st_size
     tracemalloc.start()
-    documents = sum(1 for text in prepare.documents(tmp_path / "books.txt") for _ in prepare.passages(text))
+    documents = sum(1 for text in prepare.documents(tmp_path / "books.txt") for _ in prepare.PASSAGE.findall(text))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size > 20e6 and documents == 200 * 13 and peak < 2.2 * size, f"{peak / size:.1f} times its size"
@@ -190,8 +190,8 @@ def test_any_text_survives_its_shard_which_holds_the_ids_that_encode_gives(token
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and tokenizer.encode([text, "x"], prepend=7)[0] == [7, *ids]
     write_parquet(tmp_path / "a.parquet", [text])
-    prepare.tokenize(prepare.documents(tmp_path / "a.parquet"), tmp_path / "a.bin", tokenizer, math.inf)
-    bos, *tokens = prepare.open_shard(tmp_path / "a.bin", tokenizer.fingerprint)[0].tolist()
+    prepare.tokenize(prepare.documents(tmp_path / "a.parquet"), tmp_path / "train.bin", tokenizer)
+    bos, *tokens = prepare.open_shard(tmp_path / "train.bin", tokenizer.fingerprint)[0].tolist()
     assert tokens == ids and bos == tokenizer.get_bos_token_id() not in ids
 
 

@@ -55,15 +55,15 @@ def bad_parquet(path: Path, content) -> None:
     [
         (None, ["--data", ""], "--data is empty"),
         (None, ["--data", "climbmax"], "spelling"),
-        (None, ["--data", __file__], "a file's folder"),
-        (None, ["--data", "{}"], "convert what is there, or give another folder"),
+        (None, ["--data", __file__], "give a folder"),
+        (None, ["--data", "{}"], "convert what is there"),
         (None, ["--num-shards", "0"], "give 1 to 6541"),
         (None, ["--num-shards", "6542"], "give 1 to 6541"),
-        ((["a", "b"], "content"), ["--data", "{}/bad"], "rename its text column"),
-        (([1, 2],), ["--data", "{}/bad"], "rename its text column"),
-        (b"PAR1 is not enough", ["--data", "{}/bad"], "delete or replace it"),
-        (b"", ["--data", "{}/bad"], "delete or replace it"),
-        ((["one document", "and another"],), ["--data", "{}/bad"], "give more text"),
+        ((["a", "b"], "content"), ["--data", "{}/bad"], "rename the column"),
+        (([1, 2],), ["--data", "{}/bad"], "rename the column"),
+        (b"PAR1 is not enough", ["--data", "{}/bad"], "replace it"),
+        (b"", ["--data", "{}/bad"], "replace it"),
+        ((["one document", "and another"],), ["--data", "{}/bad"], "give more files"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
@@ -199,7 +199,7 @@ def test_a_fault_that_stays_ends_in_one_line_after_a_bounded_time(parquet, hurri
     with serve(parquet, method, itertools.repeat(FAULTS[fault])) as server:
         with pytest.raises(PrepareError) as error:
             fetch(server, tmp_path)
-        assert asked(server, method) >= prepare.ATTEMPTS
+        assert asked(server, method) >= 5
     assert "a.parquet of some/data: " in str(error.value) and "run again" in str(error.value)
     assert "\n" not in str(error.value) and not (tmp_path / "a.parquet").exists()
     assert sum(hurried) <= 10 * 60 and {1, 2, 4, 8} <= set(hurried)

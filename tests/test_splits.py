@@ -67,7 +67,7 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     write_parquet(cache / "tinystories" / "raw" / "tinystories_gpt4_clean.parquet", numbered(0, 21_000))
     expected = {"test": numbered(0, 10_000), "val": numbered(10_000, 20_000), "train": numbered(20_000, 21_000)}
     assert splits_of(prepare.prepare("tinystories", 1)) == expected
-    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: use a smaller --num-shards"):
+    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: give a smaller --num-shards"):
         prepare.prepare("tinystories", 2)
     parts = prepare.source_parts("tinystories", 11)
     cuts = [(start, stop) for _, start, stop in parts]
@@ -107,7 +107,7 @@ def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_t
     splits = splits_of(prepare.prepare(str(tmp_path / "data")))
     assert splits == {"train": numbered(0, 90), "test": numbered(90, 95), "val": numbered(200, 380)}
     (tmp_path / "data" / "shard_00000.parquet").unlink()
-    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*give more"):
+    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin"):
         prepare.prepare(str(tmp_path / "data"))
 
 
