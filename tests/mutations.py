@@ -731,7 +731,7 @@ SECTIONS = [
         ("    finally:\n        for module in training", "    except ZeroDivisionError:\n        for module in training"),
         ("for module in model.modules() if module.training]", "for module in model.modules()]"),
     ]),
-    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu or again or torch or called"], [
+    ("A clone's dataset", "prepare.py", ["test_splits.py", "-k", "clone or gpu"], [
         ("name, place = read(DATASET) or read(cache_dir()", "name, place = read(cache_dir()"),
         ("if not read(DATASET):", "if True:"),
         ("if not read(DATASET):", "if not DATASET.exists():"),
@@ -751,7 +751,7 @@ SECTIONS = [
         ("if num_shards or not is_ready(cache_dir() / own):", "if num_shards:"),
         ("if num_shards or not is_ready(cache_dir() / own):", "if not is_ready(cache_dir() / own):"),
     ]),
-    ("The splits", "prepare.py", ["test_splits.py", "-k", "split or document or names or tokenizer or files or climbmix or shards or constant or downloaded or edited"], [
+    ("The splits", "prepare.py", ["test_splits.py"], [
         ("val, test, train = order[:twentieth], order[twentieth : 2 * twentieth]", "test, val, train = order[:twentieth], order[twentieth : 2 * twentieth]"),
         ("max(1, len(sizes) // 20)", "max(1, len(sizes) // 10)"),
         ("max(1, len(sizes) // 20)", "len(sizes) // 20"),
@@ -817,7 +817,6 @@ SECTIONS = [
     ("Preparing", "prepare.py", ["test_prepare.py", "-k", "run or shard or network or text or column or tokenizer or batches"], [
         ("(?s:.{1,8191})(?:\\n|\\Z)|", ""),
         ("for i in self.encoding.encode_ordinary(piece)]", "for i in self.encoding.encode_ordinary(piece + ' ')]"),
-        ("if not isinstance(text, str | None):", "if False:"),
         ('.replace(b"\\r\\n", b"\\n")', ''),
         ("yield text.decode()", "yield path.read_bytes().decode() and text.decode()"),
         ("text[:TOKENIZER_DOC_CHARS] for", "text for"),
@@ -832,7 +831,8 @@ SECTIONS = [
         ("disallowed_special=()", "allowed_special='all'"),
         ("            open_shard(directory / name, tokenizer.fingerprint, verify=True)\n", "            open_shard(directory / name, tokenizer.fingerprint)\n"),
     ]),
-    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or written or removed or read_only or login"], [
+    ("Preparing", "prepare.py", ["test_prepare_faults.py", "-k", "shard or damaged or two_at or climbmix or stays or passes or nobody or input or removed or read_only or login"], [
+        ("if not isinstance(text, str | None):", "if False:"),
         ("                lock(file, math.inf)\n", ""),
         ("    if not is_ready(directory):\n        directory.mkdir", "    if True:\n        directory.mkdir"),
         ("with suppress(OSError), new_file(", "with new_file("),

@@ -37,16 +37,6 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def write_climbmix(folder: Path, count: int = 60) -> dict[str, bytes]:
-    """climbmix in small, two train files and those for validation and test: as the hub serves it, by path."""
-    names = [f"shard_{i:05d}.parquet" for i in (0, 1, 6542, 6541)]
-    for seed, name in enumerate(names):
-        write_parquet(folder / name, texts(seed, count))
-    return {
-        f"/datasets/karpathy/climbmix-400b-shuffle/resolve/main/{name}": (folder / name).read_bytes() for name in names
-    }
-
-
 def copy_files(folder: Path) -> None:
     """The programs, as a clone has them."""
     for name in FILES:
