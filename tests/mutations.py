@@ -752,6 +752,7 @@ SECTIONS = [
         ("if num_shards or not is_ready(cache_dir() / own):", "if not is_ready(cache_dir() / own):"),
     ]),
     ("The splits", "prepare.py", ["test_splits.py"], [
+        ("VOCAB_SIZE - len(SPECIAL_TOKENS)", "VOCAB_SIZE"),
         ("val, test, train = order[:twentieth], order[twentieth : 2 * twentieth]", "test, val, train = order[:twentieth], order[twentieth : 2 * twentieth]"),
         ("max(1, len(sizes) // 20)", "max(1, len(sizes) // 10)"),
         ("max(1, len(sizes) // 20)", "len(sizes) // 20"),
@@ -821,8 +822,7 @@ SECTIONS = [
         ("yield text.decode()", "yield path.read_bytes().decode() and text.decode()"),
         ("text[:TOKENIZER_DOC_CHARS] for", "text for"),
         ("for text in texts), TOKENIZER_CHARS), [])", "for text in texts), 10**9), [])"),
-        ("VOCAB_SIZE - len(SPECIAL_TOKENS)", "VOCAB_SIZE"),
-        ("in (bos, *map(", "in (*map("),
+        ("in (bos, *map(", "in ([], *map("),
         ("        if own:\n            raise", "        if False:\n            raise"),
         ("if is_ready(directory := current_dataset()):", "if directory := current_dataset():"),
         ("if is_ready(directory := current_dataset()):", "if is_ready(directory := current_dataset()) and False:"),
