@@ -2,10 +2,10 @@
 
 import hashlib
 import itertools
-import os
 import shutil
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,33 +71,33 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
 
 
-def test_a_folder_with_a_test_file_tests_on_it_and_validates_on_the_last_file(tmp_path):
-    names = ("a", "b", "zzz", "shard_06541", "shard_06542")
-    for i in (4, 2, 3, 1, 0):
-        write_parquet(tmp_path / "data" / f"{names[i]}.parquet", numbered(40 * i, 40 * i + 40))
-    splits = splits_of(prepare.prepare(str(tmp_path / "data"), 9))  # of which there are three
-    assert splits == {"train": numbered(0, 120), "test": numbered(120, 160), "val": numbered(160, 200)}
-    for name in names[:3]:
-        (tmp_path / "data" / f"{name}.parquet").unlink()
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits["val"] == own_splits(numbered(120, 200))["val"], "without any other file: a folder like others"
-
-
-def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_the_last_one(tmp_path):
-    """Of 380 documents 19."""
-    cuts = {"shard_00000": (0, 90), "shard_00001": (90, 200), prepare.VAL_FILE[:-8]: (200, 380)}
-    for name, (first, last) in cuts.items():
+@pytest.mark.parametrize(
+    ("ends", "num_shards", "train", "test"),
+    [
+        (dict(a=40, b=80, zzz=120, shard_06541=160, shard_06542=200), 9, 120, 120),
+        # without the test file: the last 5% before val, or the whole file if it has fewer
+        (dict(shard_00000=90, shard_00001=200, shard_06542=380), None, 181, 181),
+        (dict(shard_00000=90, shard_00001=200, shard_06542=380), 1, 90, 181),
+        (dict(shard_00000=90, shard_00001=95, shard_06542=275), None, 90, 90),
+    ],
+)
+def test_climbmixs_files_in_a_folder_are_train_test_and_validation_in_order(tmp_path, ends, num_shards, train, test):
+    *_, begin, end = ends.values()
+    for (name, last), first in zip(ends.items(), [0, *ends.values()], strict=False):
         write_parquet(tmp_path / "data" / f"{name}.parquet", numbered(first, last))
-    expected = {"train": numbered(0, 181), "test": numbered(181, 200), "val": numbered(200, 380)}
-    assert splits_of(prepare.prepare(str(tmp_path / "data"))) == expected
-    fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
-    assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
-    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than 5%: all of it is test
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == {"train": numbered(0, 90), "test": numbered(90, 95), "val": numbered(200, 380)}
-    (tmp_path / "data" / "shard_00000.parquet").unlink()
+    splits = splits_of(prepare.prepare(str(tmp_path / "data"), num_shards))
+    assert splits == {"train": numbered(0, train), "test": numbered(test, begin), "val": numbered(begin, end)}
+
+
+def test_climbmixs_files_are_too_few_without_one_for_train(tmp_path):
+    write_parquet(tmp_path / "data" / "shard_06542.parquet", numbered(100, 200))
+    write_parquet(tmp_path / "data" / "shard_00000.parquet", numbered(0, 5))
     with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*more"):
         prepare.prepare(str(tmp_path / "data"))
+    (tmp_path / "data" / "shard_00000.parquet").rename(tmp_path / "data" / "shard_06541.parquet")
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    documents = [*numbered(0, 5), *numbered(100, 200)]
+    assert splits["val"] == own_splits(documents)["val"], "without any other file: a folder like others"
 
 
 def test_the_embedded_documents_are_each_module_of_the_standard_library_once(cache, tmp_path, monkeypatch):
@@ -122,15 +122,6 @@ def test_the_embedded_documents_are_each_module_of_the_standard_library_once(cac
     shutil.rmtree(cache)
     splits = splits_of(prepare.prepare("embedded"))
     assert [len(splits[split]) for split in ("train", "test", "val")] == [3, 1, 1]
-
-
-def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 3)
-    documents = [f"{i} " + "and so on " * (27_000 if i % 3 else 9_000) for i in range(40)]  # 30 batches
-    write_parquet(tmp_path / "data" / "a.parquet", documents)
-    for name in (prepare.TEST_FILE, prepare.VAL_FILE):
-        write_parquet(tmp_path / "data" / name, ["the last file"])
-    assert splits_of(prepare.prepare(str(tmp_path / "data")))["train"] == documents
 
 
 def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
@@ -184,21 +175,15 @@ def test_the_hash_of_its_text_decides_which_split_a_document_is_in(tmp_path, cap
     assert vocabulary[0] > 320 and abs(vocabulary[1] - vocabulary[0]) < 5
 
 
-def test_names_and_times_of_files_do_not_matter_but_their_text_does(tmp_path, monkeypatch):
+def test_names_of_files_do_not_matter_but_their_text_does(tmp_path, monkeypatch):
     folder = write_texts(tmp_path / "data", numbered(0, 100), numbered(100, 200))
     before = prepare.prepare(str(folder))
-    os.utime(folder / "000.txt", (1, 1))
     (folder / "000.txt").rename(folder / "zzz.txt")
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "documents", None)  # nothing is read again
-        assert prepare.prepare(str(folder)) == before
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "another cache"))
-    assert prepare.prepare(str(folder)).name == before.name and tree(prepare.current_dataset()) == tree(before)
-    text = (folder / "001.txt").read_text()
-    (folder / "001.txt").write_text(text.replace("Document 150", "Document 15O"))
-    os.utime(folder / "001.txt", (1, 1))
     after = prepare.prepare(str(folder))
-    assert after != before and prepare.dataset_id(after) != prepare.dataset_id(before)
+    assert after.name == before.name and tree(after) == tree(before)
+    (folder / "001.txt").write_text((folder / "001.txt").read_text().replace("Document 150", "Document 15O"))
+    assert prepare.prepare(str(folder)).name != before.name
 
 
 def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_it_takes(tmp_path, monkeypatch):
@@ -235,13 +220,12 @@ def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size_of_which_at_most_a_
     assert prepare.prepare(str(folder)) == fewer  # the number of shards stays until another one is asked for
 
 
-def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path):
-    for count in (3, 10, 50):
-        splits = splits_of(prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count)))))
+@pytest.mark.parametrize("count", [2, 3, 10, 50])
+def test_three_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path, count):
+    folder = str(write_texts(tmp_path / "data", numbered(0, count)))
+    with pytest.raises(PrepareError, match="2 different documents are too few") if count < 3 else nullcontext():
+        splits = splits_of(prepare.prepare(folder))
         assert all(splits.values()) and sorted(itertools.chain(*splits.values())) == sorted(numbered(0, count))
-    for count in (0, 2):
-        with pytest.raises(PrepareError, match=f"{count} different documents are too few"):
-            prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count))))
 
 
 def test_a_novel_is_split_by_long_spans(tmp_path):
@@ -297,22 +281,20 @@ def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_s
     assert len({ids[total], ids[total - 1], ids[1000]}) == 3
 
 
-def test_a_constant_that_shapes_the_data_makes_another_dataset_and_the_others_have_the_names_of_earlier_versions(
+def test_a_constant_that_shapes_the_data_makes_another_dataset_else_it_has_the_name_of_earlier_versions(
     tmp_path, monkeypatch
 ):
     folder = str(write_texts(tmp_path / "data", numbered(0, 200)))
-    assert prepare.find_source("climbmix")[0] == "climbmix@7b78a85e"
-    assert prepare.find_source(folder)[0] == "data@e7e1a0d4"
-    constants = dict(VOCAB_SIZE=300, EVAL_TOKENS=1000, SPLIT_PATTERN=r"\s+|\S", SPECIAL_TOKENS=["<|bos|>"])
-    constants |= dict(TOKENIZER_CHARS=1000, TOKENIZER_DOC_CHARS=10, SHARD_CHARS=1000)
-    for data in (*prepare.SOURCES, folder):
-        before = prepare.find_source(data)[0]
-        for constant, value in constants.items():
-            with monkeypatch.context() as patch:
-                patch.setattr(prepare, constant, value)
-                assert prepare.find_source(data)[0] != before
+    before = {data: prepare.find_source(data)[0] for data in ("climbmix", folder)}
+    assert list(before.values()) == ["climbmix@7b78a85e", "data@e7e1a0d4"]
+    others = dict(EVAL_TOKENS=1000, SPLIT_PATTERN=r"\s+|\S", SPECIAL_TOKENS=["<|bos|>"], SHARD_CHARS=1000)
+    for constant, value in (others | dict(TOKENIZER_CHARS=1000, TOKENIZER_DOC_CHARS=10)).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, constant, value)
+            assert not {prepare.find_source(data)[0] for data in before} & set(before.values()), constant
     monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
-    assert Tokenizer.from_directory(prepare.prepare(folder)).get_vocab_size() == 300
+    directory = prepare.prepare(folder)
+    assert directory.name != before[folder] and Tokenizer.from_directory(directory).get_vocab_size() == 300
 
 
 # The dataset of a clone
