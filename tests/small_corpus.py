@@ -14,15 +14,13 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [str(path.relative_to(ROOT)) for name in ("harness", "night") for path in ROOT.glob(f"{name}/*.*")]
 FILES = ["train.py", "prepare.py", "kernels.py", *FOLDERS]
-WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
-    " "
-)
+WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n"
 
 
 def texts(seed: int, count: int = 60, words: int = 400) -> list[str]:
     """Documents of unequal length in a made-up language, with characters of one to four bytes."""
     random = np.random.RandomState(seed)
-    return [" ".join(random.choice(WORDS, random.randint(1, words))) for _ in range(count)]
+    return [" ".join(random.choice(WORDS.split(" "), random.randint(1, words))) for _ in range(count)]
 
 
 def write_parquet(path: Path, documents: list, column: str = "text") -> None:

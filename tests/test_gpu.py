@@ -140,9 +140,7 @@ def test_each_gpu_in_the_tables_gets_the_row_it_is_in(page, machine):
     assert {name.replace("RTX", "RTX ") for name in harness.GPUS} <= found, "--gpu names more"
 
 
-def test_an_unknown_gpu_is_taken_for_a_relative_a_clock_of_zero_for_a_usual_one_and_one_that_is_taken_is_told_of(
-    machine, capsys, monkeypatch
-):
+def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_one(machine, capsys, monkeypatch):
     machine("NVIDIA B400", (10, 7), 200, 2000)
     assert harness.pick_gpu()[1].peak_flops == harness.peak_flops((10, 3), 200, 2000)
     out = capsys.readouterr().out
@@ -170,7 +168,7 @@ CUDA13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
         ((7, 5), CUDA13, None, "", "needs a C compiler on a GPU: install gcc, or set CC"),
     ],
 )
-def test_a_gpu_that_cannot_run_is_refused_with_the_remedy_and_the_cpu_runs_without_a_question_to_it(
+def test_a_gpu_that_cannot_run_names_the_remedy_and_is_not_asked_for_cpu(
     capability, architectures, hip, compiler, refusal, machine, monkeypatch
 ):
     """A question would take memory of the GPU, which no fork of this process could use any more."""
@@ -206,9 +204,7 @@ FA3_INSTALL = "pip install flash-attn-3 --index-url https://download.pytorch.org
 @pytest.mark.parametrize(
     ("chip", "kind", "install"), [("H200", "FA3", FA3_INSTALL), ("B200", "FA4", "pip install 'flash-attn-4[cu13]'")]
 )
-def test_a_gpu_without_its_flash_attention_is_another_kind_of_gpu_and_says_how_to_get_it(
-    chip, kind, install, machine, capsys
-):
+def test_a_gpu_without_its_flash_attention_is_another_kind_and_names_the_remedy(chip, kind, install, machine, capsys):
     for there in (False, True):
         machine(*CHIPS[chip][:-1], fa3=FLASH * (there or kind == "FA4"), fa4=there)
         name = CHIPS[chip][0]

@@ -103,9 +103,7 @@ def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(started, loss, reas
 
 
 @pytest.mark.parametrize("budget", [997, 10007])  # with 10 tokens per step
-def test_each_200th_of_the_budget_has_a_line_with_the_mean_loss_since_the_line_before(
-    now, started, tmp_path, monkeypatch, capsys, budget
-):
+def test_each_200th_of_the_budget_has_a_line_with_its_mean_loss(now, started, tmp_path, monkeypatch, capsys, budget):
     monkeypatch.setenv("AUTORESEARCH_RUN", json.dumps({"folder": str(tmp_path)}))
     steps = budget // 10 + 3  # some are beyond the budget
     clock, losses = started(tokens=budget), torch.rand(steps) * 4
@@ -391,23 +389,15 @@ def test_exported_git_variables_do_not_lead_to_another_repository(tmp_path, monk
     assert not local & harness.clean_environment().keys()
 
 
-@pytest.mark.parametrize("folder", ["writable", "read-only"])
-def test_a_log_that_is_mounted_is_edited_in_place(log, folder):
-    """As in a container: another file cannot take its place."""
+def test_a_log_is_edited_in_place(log):
+    """In a container it may be mounted: another file cannot take its place."""
     log(1.2, "é" * 50), log(1.3)
-    mounts = [f"mount --bind {path} {path}" for path in (log.path.parent, log.path)]
-    mounts += [f"mount -o remount,bind,ro {log.path.parent}"] * (folder == "read-only")
-    try:
-        if subprocess.run(["sh", "-ec", "\n".join(mounts)], capture_output=True).returncode:
-            pytest.skip("may not mount")
-        with harness.edit_log(log.path) as rows:
-            rows[0]["status"] = "discard"
-            del rows[1]
-        (row,) = harness.read_results(log.path)
-        assert row["status"] == "discard" and log.path.read_text().count("\n") == 2
-    finally:
-        subprocess.run(["umount", log.path, log.path.parent], capture_output=True)
-    assert [path.name for path in log.path.parent.iterdir()] == ["results.tsv"]
+    inode = log.path.stat().st_ino
+    with harness.edit_log(log.path) as rows:
+        rows[0]["status"] = "discard"
+        del rows[1]
+    assert log.path.read_text().count("\n") == 2 and harness.read_results(log.path)[0]["status"] == "discard"
+    assert log.path.stat().st_ino == inode and [*log.path.parent.iterdir()] == [log.path]
 
 
 # The journal
@@ -563,9 +553,7 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
     assert harness.git_head() == (f"{commit}+", f"{subject} (uncommitted: harness/new.py)")
 
 
-def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_told_from_the_commit(
-    log, git, monkeypatch
-):
+def test_modules_that_train_py_imports_and_a_copy_that_runs_are_told_from_the_commit(log, git, monkeypatch):
     """Other scripts, and folders in which a logger of that name leaves its files, are not."""
     monkeypatch.setattr(harness, "RESULTS", log.path)
     folder, description = log.path.parent, lambda: harness.git_head()[1]

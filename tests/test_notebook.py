@@ -57,9 +57,7 @@ def test_a_folder_that_is_there_is_taken_and_nothing_is_cloned(where, tmp_path, 
         (None, None),  # not in Colab
     ],
 )
-def test_a_notebook_that_colab_opened_from_github_clones_what_it_came_from_and_another_names_the_remedy(
-    path, repository, tmp_path, monkeypatch
-):
+def test_the_repository_that_colab_opened_the_notebook_from_is_cloned(path, repository, tmp_path, monkeypatch):
     def urlopen(url, **_):
         assert url == "http://127.0.0.1:9000/api/sessions"
         return io.BytesIO(json.dumps([{"path": path, "name": "colab.ipynb"}]).encode())

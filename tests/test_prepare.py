@@ -234,7 +234,7 @@ class Guess(torch.nn.Module):
 
 @pytest.mark.parametrize(("B", "T", "split", "seed"), [(3, 50, "val", 6542), (7, 333, "test", 6541)])
 @pytest.mark.parametrize("limit", [1234, EVAL_TOKENS])
-def test_bpb_scores_every_target_exactly_once_in_batches_of_one_shape(
+def test_bpb_scores_each_target_once_in_batches_of_one_shape(
     tokenizer, device, monkeypatch, capsys, split, seed, limit, B, T
 ):
     """A split of fewer targets than EVAL_TOKENS is scored whole, and said so."""

@@ -64,7 +64,7 @@ def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monk
         ("a.txt", ("naïve\n" * 100).encode("latin-1"), ["--data", "{}/bad"], "a.txt is not UTF-8: convert it"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_the_cache_as_it_was(
+def test_bad_input_leaves_one_line_and_the_cache_as_it_was(
     prepared, tmp_path, monkeypatch, capsys, file, content, args, remedy
 ):
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
@@ -262,7 +262,7 @@ def test_a_transfer_that_breaks_off_is_resumed_by_range_and_what_an_interrupted_
 
 
 @pytest.mark.parametrize(("code", "advice"), [(401, True), (403, True), (404, False)])
-def test_what_will_not_change_is_not_tried_again_and_advises_on_a_login_that_is_refused(
+def test_what_will_not_change_is_not_tried_again_and_a_refused_login_is_named(
     hurried, tmp_path, monkeypatch, code, advice
 ):
     """An HF_TOKEN that has expired makes the hub refuse what it gives to everybody."""

@@ -199,9 +199,7 @@ def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_
     assert set(seen) < set(own_splits(documents)["train"])
 
 
-def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size_of_which_at_most_a_hundred_are_mapped(
-    tmp_path, monkeypatch
-):
+def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypatch):
     """A mapped file counts as an open one."""
     monkeypatch.setattr(prepare, "SHARD_CHARS", 80)
     documents, folder = numbered(0, 300), tmp_path / "data"
@@ -281,9 +279,7 @@ def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_s
     assert len({ids[total], ids[total - 1], ids[1000]}) == 3
 
 
-def test_a_constant_that_shapes_the_data_makes_another_dataset_else_it_has_the_name_of_earlier_versions(
-    tmp_path, monkeypatch
-):
+def test_a_dataset_has_the_name_of_earlier_versions_unless_a_constant_differs(tmp_path, monkeypatch):
     folder = str(write_texts(tmp_path / "data", numbered(0, 200)))
     before = {data: prepare.find_source(data)[0] for data in ("climbmix", folder)}
     assert list(before.values()) == ["climbmix@7b78a85e", "data@e7e1a0d4"]
@@ -312,9 +308,7 @@ def climbmix(cache, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(("capability", "shards"), [((7, 5), 2), ((8, 0), 10)])
-def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
-    climbmix, capsys, monkeypatch, capability, shards
-):
+def test_what_was_prepared_without_a_gpu_is_extended_on_one(climbmix, capsys, monkeypatch, capability, shards):
     def count() -> int:
         return int((prepare.prepare() / "train_shards").read_text())
 
@@ -332,9 +326,7 @@ def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
     assert prepare.prepare(num_shards=1).name.endswith("x1")
 
 
-def test_without_network_a_clone_goes_on_with_its_own_dataset_though_this_gpu_would_have_more(
-    climbmix, capsys, monkeypatch
-):
+def test_without_network_a_clone_goes_on_with_what_it_has(climbmix, capsys, monkeypatch):
     """Files whose token shards are there are not downloaded again."""
     own = prepare.prepare()
     shutil.rmtree(climbmix / "climbmix")
