@@ -7,7 +7,6 @@ import random
 import sys
 import weakref
 from contextlib import suppress
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -282,7 +281,8 @@ def test_a_leak_at_one_position_in_sixteen_is_found_in_most_runs(tokenizer, monk
 
     missed = 0
     for seed in range(20):
-        monkeypatch.setattr(referee.random, "SystemRandom", partial(random.Random, seed))
+        numbers = random.Random(seed)
+        monkeypatch.setattr(referee.random, "SystemRandom", lambda numbers=numbers: numbers)
         with suppress(referee.Unscorable):
             referee.evaluate_bpb(lm_with("mix", sometimes)(tokenizer.get_vocab_size()), tokenizer, B, T)
             missed += 1
