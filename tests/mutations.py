@@ -1201,7 +1201,7 @@ SECTIONS = [
         ('all(map(math.isfinite, numbers))', 'True'),
         ('int(row["seed"])', 'abs(int(row["seed"]))'),
     ]),
-    ("The log", "harness/log.py", ["test_harness.py", "-k", "lowest or older or line_of_its_own or stderr or at_once or half_a or lock or in_place or spreadsheet"], [
+    ("The log", "harness/log.py", ["test_harness.py", "-k", "lowest or older or line_of_its_own or half_a or lock or in_place or spreadsheet"], [
         ('row["val_bpb"] < (lowest', 'row["val_bpb"] <= (lowest'),
         ('row = parse_row(format_row(EMPTY | values | dict(status=status, by=by)))', 'row = EMPTY | values | dict(status=status, by=by)'),
         ('("gpu", "dataset", "budget"))]', '("gpu", "dataset"))]'),
