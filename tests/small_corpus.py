@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import prepare
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [str(path.relative_to(ROOT)) for name in ("harness", "night") for path in ROOT.glob(f"{name}/*.*")]
 FILES = ["train.py", "prepare.py", "kernels.py", *FOLDERS]
@@ -61,3 +63,14 @@ def run_prepare(*args, cache: Path | str, clone: Path | None = None, **env: str)
         env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
         command = [sys.executable, "-B", script, *map(str, args)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
+def main_of_prepare(capsys, monkeypatch, *args: str) -> str:
+    """The command line in this process; returns what it prints or, after `failed: `, the line that it ends with."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
+    try:
+        prepare.main()
+    except SystemExit as end:
+        assert isinstance(end.code, str) and "\n" not in end.code and len(end.code) > 20
+        return f"failed: {end.code}"
+    return capsys.readouterr().out

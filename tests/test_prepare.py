@@ -3,10 +3,10 @@
 import math
 import re
 import shutil
-import sys
 import sysconfig
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpus import run_prepare, texts, tree, write_parquet
+from small_corpus import main_of_prepare, run_prepare, texts, tree, write_parquet
 
 import prepare
 from prepare import EVAL_TOKENS, Tokenizer, evaluate_bpb, make_dataloader
@@ -72,23 +72,14 @@ def test_a_large_text_is_read_in_little_more_memory_than_its_bytes(tmp_path):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
-    """Runs the command line without a network, with a standard library of a few modules; returns what it says."""
+    """Runs the command line without a network, with a standard library of a few modules."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "python").mkdir()
     for i, text in enumerate(texts(0)):
         (tmp_path / f"python/m{i}.py").write_text(text)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path / "python")}.get)
-
-    def run(*args: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
-        try:
-            prepare.main()
-        except SystemExit as end:
-            return f"failed: {end.code}"
-        return capsys.readouterr().out
-
-    return run
+    return partial(main_of_prepare, capsys, monkeypatch)
 
 
 def test_without_network_the_default_falls_back_loudly_and_an_explicit_climbmix_fails(offline, tmp_path):

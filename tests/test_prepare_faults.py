@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_corpus import ROOT, run_prepare, texts, tree, write_parquet
+from small_corpus import ROOT, main_of_prepare, run_prepare, texts, tree, write_parquet
 
 import prepare
 from prepare import PrepareError, Tokenizer
@@ -28,15 +28,6 @@ def parquet(**columns: list) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
     return file.getvalue()
-
-
-def fails(capsys, monkeypatch, *args: str) -> str:
-    """Runs the command line; returns its last words, which must be one line."""
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
-    with pytest.raises(SystemExit) as exit:
-        prepare.main()
-    assert isinstance(exit.value.code, str) and "\n" not in exit.value.code and len(exit.value.code) > 20
-    return exit.value.code
 
 
 def test_a_new_file_is_on_disk_before_it_replaces_another(tmp_path, synced, monkeypatch):
@@ -72,7 +63,8 @@ def test_bad_input_leaves_one_line_and_the_cache_as_it_was(
     if file:
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / file).write_bytes(content)
-    assert remedy in fails(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
+    said = main_of_prepare(capsys, monkeypatch, *(arg.format(tmp_path) for arg in args))
+    assert said.startswith("failed: ") and remedy in said
     assert tree(prepared) == before
 
 
@@ -117,12 +109,11 @@ def test_what_is_damaged_or_of_another_tokenizer_is_refused_and_made_again(datas
 
 
 def test_verify_finds_a_damaged_body(dataset, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--verify"])
-    prepare.main()
+    assert main_of_prepare(capsys, monkeypatch, "--verify").startswith("ready: corpus-")
     data = bytearray((dataset / "train_00001.bin").read_bytes())
     data[1000] ^= 1
     (dataset / "train_00001.bin").write_bytes(data)
-    said = fails(capsys, monkeypatch, "--verify")
+    said = main_of_prepare(capsys, monkeypatch, "--verify")
     assert "train_00001.bin: damaged, or made by another tokenizer; delete it" in said
 
 
@@ -130,7 +121,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmpfs, tmp_path, monkey
     write_parquet(tmp_path / "data" / "a.parquet", texts(0, count=4000))
     write_parquet(tmp_path / "data" / "b.parquet", texts(1))
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmpfs))
-    said = fails(capsys, monkeypatch, "--data", str(tmp_path / "data"))
+    said = main_of_prepare(capsys, monkeypatch, "--data", str(tmp_path / "data"))
     assert "No space left" in said and "set AUTORESEARCH_CACHE" in said
     left = {name.rpartition("/")[2] for name in tree(tmpfs)}
     assert left == {"lock", "tokenizer.txt", "test_00000.bin", "val_00000.bin"}
@@ -143,7 +134,7 @@ def test_a_read_only_cache_serves_what_it_holds_and_refuses_more(tmpfs, prepared
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(cache))
     assert prepare.prepare(str(corpus)).name.startswith("corpus@"), "though it is not the current one"
-    said = fails(capsys, monkeypatch, "--data", str(tmpfs / "more"))
+    said = main_of_prepare(capsys, monkeypatch, "--data", str(tmpfs / "more"))
     assert "Read-only" in said and "set AUTORESEARCH_CACHE to another folder" in said
 
 
