@@ -4,9 +4,8 @@ Based on karpathy/autoresearch's prepare.py, whose train.py runs with this file 
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders
-
-A folder with shard_06542.parquet counts as a copy of climbmix: only its own .parquet files are read.
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders;
+                                           # with shard_06542.parquet: a copy of climbmix, without subfolders and .txt
 
 The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; its file `current` names the
 one prepared last. The file `.dataset`, next to this one, names the dataset of this clone.
@@ -50,8 +49,7 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters that the tokenizer is trained on, in total and per document. 16, 66 and 155 M give 3.917, 3.924 and 3.926
-# bytes per token and take 1.1, 4.2 and 9.0 s on two cores (measured)
+# The tokenizer's text, in all and per document. 16, 66, 155 M give 3.917, 3.924, 3.926 bytes per token (measured)
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
@@ -594,15 +592,15 @@ def default_shards(data: str, name: str) -> int | None:
     """As many as the dataset has; from the hub, at least as many as five minutes consume. None: all."""
     own, _, shards = (read(DATASET) or read(cache_dir() / "current")).rpartition("x")
     have = int(shards) if own == name else 0
-    if data not in HUB or have >= 10:
-        return have or None
-    import torch
+    if data in HUB and have < 10:
+        import torch
 
-    if torch.cuda.is_available():
-        return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
-    if not have:
-        print("no GPU here, so one shard; for another GPU give --num-shards 2 (T4, V100) or 10 (newer)")
-    return have or 1
+        if torch.cuda.is_available():
+            return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
+        if not have:
+            print("no GPU here, so one shard; for another GPU give --num-shards 2 (T4, V100) or 10 (newer)")
+            return 1
+    return have or None
 
 
 def is_ready(directory: Path) -> bool:
