@@ -247,22 +247,16 @@ def test_a_cache_inside_of_the_folder_is_not_part_of_the_text(tmp_path, monkeypa
 
 
 def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_else(tmp_path):
-    def id_after(name: str = "", change=lambda documents: documents) -> str:
-        for seed in (0, 1, 2, 6541, 6542):
-            documents = texts(seed, count=20)
-            file = f"shard_{seed:05d}.parquet"
+    def id_after(name: str = "", change=list) -> str:
+        for seed in (0, 1, 6541, 6542):
+            file, documents = f"shard_{seed:05d}.parquet", texts(seed, count=20)
             write_parquet(tmp_path / "data" / file, change(documents) if file == name else documents)
         return prepare.dataset_id(prepare.prepare(str(tmp_path / "data")))
 
-    before = id_after()
-    assert before.startswith("data-") and len(before) == len("data-1a2b3c4d")
-    changes = lambda d: [*d[:-1], d[-1] + " other"], lambda d: d[:-1], lambda d: [d[1], d[0], *d[2:]]
+    before, changes = id_after(), (lambda d: [*d[:-1], d[-1] + " other"], lambda d: d[:-1], lambda d: d[::-1])
     seen = {id_after(file, change) for file in ("shard_00001.parquet", prepare.VAL_FILE) for change in changes}
     assert len(seen) == 6 and before not in seen
     assert [id_after(prepare.TEST_FILE, change) for change in changes] == [before] * 3
-    for old, new in (1, 3), (2, 1), (3, 2):  # the second and the third file change places
-        (tmp_path / "data" / f"shard_{old:05d}.parquet").rename(tmp_path / "data" / f"shard_{new:05d}.parquet")
-    assert prepare.dataset_id(prepare.prepare(str(tmp_path / "data"))) not in {before, *seen}
 
 
 def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_scored(prepared, monkeypatch):
