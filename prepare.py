@@ -591,7 +591,7 @@ def make(data: str, num_shards: int | None) -> Path:
 def default_shards(data: str, name: str) -> int | None:
     """As many as the dataset has; from the hub, at least as many as five minutes consume. None: all."""
     own, _, shards = (read(DATASET) or read(cache_dir() / "current")).rpartition("x")
-    have = int(shards) if own == name else 0
+    have = int(shards or 0) if own == name else 0
     if data in HUB and have < 10:
         import torch
 
