@@ -552,7 +552,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
             raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
         return current_dataset()
     if not data and wanted == "embedded":  # perhaps only as there was no network
-        print("This clone trains on Python's own source: for other text, give --data climbmix")
+        print("This clone trains on Python's standard library: for other text, give --data climbmix")
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
@@ -564,7 +564,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
                 return directory
         if own:
             raise
-        print(f"{error}\nNO NETWORK: using Python's own source. Compare its val_bpb with no other.")
+        print(f"{error}\nNO NETWORK: using Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)

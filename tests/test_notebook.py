@@ -82,32 +82,24 @@ def row(name: str, status: str = "keep") -> str:
     return f"{name}\t1.000000\t0.0\t{status}\tsome idea"
 
 
-class Session:
-    """A clone, its cache and a Drive in one folder; cell() runs the cells that restore and save."""
-
-    def __init__(self, folder: Path, monkeypatch):
-        self.drive, self.cache = folder / "drive", folder / "cache"
-        for place in (self.drive, self.cache, folder / "clone"):
-            place.mkdir()
-        monkeypatch.chdir(folder / "clone")
-        monkeypatch.setenv("AUTORESEARCH_CACHE", str(self.cache))
-        colab = types.ModuleType("google.colab")
-        colab.drive = types.SimpleNamespace(mount=lambda place: None)
-        monkeypatch.setitem(sys.modules, "google.colab", colab)
-        monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
-        self.names = SETTINGS | dict(KEEP_ON_DRIVE=True, DRIVE=str(self.drive), os=os, Path=Path, shutil=shutil)
-        exec(re.search(r"def rows_of.*(?=\n\n\nREPOSITORY)", SOURCES["install"], re.S)[0], self.names)
-
-    def cell(self, name: str) -> None:
-        exec(SOURCES[name], self.names)
-
-    def logs(self) -> tuple[list[str], list[str]]:
-        return tuple(Path(place, "results.tsv").read_text().splitlines() for place in (".", self.drive))
-
-
 @pytest.fixture
-def session(tmp_path, monkeypatch) -> Session:
-    return Session(tmp_path, monkeypatch)
+def session(tmp_path, monkeypatch) -> types.SimpleNamespace:
+    """A clone, its cache and a Drive in one folder; cell() runs the cells that restore and save."""
+    drive = tmp_path / "drive"
+    for name in ("drive", "cache", "clone"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "clone")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    colab = types.SimpleNamespace(drive=types.SimpleNamespace(mount=lambda place: None))
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    names = SETTINGS | dict(KEEP_ON_DRIVE=True, DRIVE=str(drive), os=os, Path=Path, shutil=shutil)
+    exec(re.search(r"def rows_of.*(?=\n\n\nREPOSITORY)", SOURCES["install"], re.S)[0], names)
+
+    def logs() -> tuple[list[str], list[str]]:
+        return tuple((place / "results.tsv").read_text().splitlines() for place in (tmp_path / "clone", drive))
+
+    return types.SimpleNamespace(drive=drive, cell=lambda name: exec(SOURCES[name], names), logs=logs)
 
 
 def write_log(folder: Path | str, *rows: str, header: str = HEADER) -> None:
