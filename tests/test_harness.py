@@ -204,7 +204,7 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset_with_the_same_budget
     assert by == ["run"] * 8 + ["night"] * 2 + ["run"] * 2 + ["night"] * 2 + ["run"] * 6
 
 
-ODD = ['tab\there "quoted', "line\nbreak\r\n", "nul\0 \x1b[31mred", "é 你好 🙂", "\u2028\x85\ud800", "", "#1"]
+ODD = ['tab\there "quoted', '"', "line\nbreak\r\n", "nul\0 \x1b[31mred", "é 你好 🙂", "\u2028\x85\ud800", "", "#1"]
 
 
 @pytest.mark.parametrize("subject", [*ODD, "LR 1 -> 2, seed 42", "y, test 1.234567", "z (train.py differs)"])
