@@ -4,9 +4,8 @@ Based on karpathy/autoresearch's prepare.py, whose train.py runs with this file 
 
     python prepare.py                      # climbmix, as many shards as five minutes on this GPU consume
     python prepare.py --data tinystories   # short stories, easier for small models
-    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders
-
-A folder with shard_06542.parquet counts as a copy of climbmix: only its own .parquet files are read.
+    python prepare.py --data DIR           # .parquet (column `text`) and .txt files in a folder and its subfolders;
+                                           # with shard_06542.parquet: a copy of climbmix, without subfolders and .txt
 
 The cache ($AUTORESEARCH_CACHE, else ~/.cache/autoresearch-t4) has a folder per dataset; its file `current` names the
 one prepared last. The file `.dataset`, next to this one, names the dataset of this clone.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import base64
 import fcntl
-import hashlib
 import io
 import itertools
 import math
@@ -31,7 +29,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +49,7 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Characters that the tokenizer is trained on, in total and per document. 16, 66 and 155 M give 3.917, 3.924 and 3.926
-# bytes per token and take 1.1, 4.2 and 9.0 s on two cores (measured)
+# The tokenizer's text, in all and per document. 16, 66, 155 M give 3.917, 3.924, 3.926 bytes per token (measured)
 TOKENIZER_CHARS, TOKENIZER_DOC_CHARS = 64_000_000, 10_000
 
 DATASET = Path(__file__).resolve().with_name(".dataset")  # holds the name of this clone's dataset
@@ -63,8 +61,8 @@ class PrepareError(Exception):
 
 # ---- Metric
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, seq_len: int = MAX_SEQ_LEN, split: str = "val") -> float:
-    """Bits per byte of a split, without BOS, by model(x, y, reduction="none"): int64 (batch_size, seq_len) -> nats
-    (batch_size * seq_len,). karpathy/autoresearch's train.py calls this; harness/referee.py scores ours, by logits."""
+    """Bits per byte of a split, from the nats (batch_size * seq_len,) that model(x, y, reduction="none") returns. For
+    karpathy/autoresearch's train.py; harness/referee.py scores ours, by logits."""
     import torch
 
     x, y, nbytes = eval_batches(tokenizer, split, batch_size, seq_len, next(model.parameters()).device)
@@ -92,8 +90,8 @@ def evaluating(model) -> Iterator[None]:
 
 
 def eval_batches(tokenizer: Tokenizer, split: str, batch_size: int, seq_len: int, device) -> tuple:
-    """The first EVAL_TOKENS targets of a split, each once whatever batch_size and seq_len are: (batches, batch_size,
-    seq_len) of inputs, targets (-1: pads the last batch) and the targets' raw bytes (0: not scored)."""
+    """The first EVAL_TOKENS targets of a split, each once: inputs, targets (-1 pads the last batch) and the targets'
+    raw bytes (0: not scored), (batches, batch_size, seq_len) each."""
     import torch
 
     stream = TokenStream(tokenizer, split)
@@ -109,7 +107,7 @@ def eval_batches(tokenizer: Tokenizer, split: str, batch_size: int, seq_len: int
 
 # ---- Loader
 class TokenStream:
-    """The token shards of a split, as one sequence. PrepareError if one is missing or damaged."""
+    """The token shards of a split, as one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, split: str, verify: bool = False):
         folder, count = tokenizer.directory, read(tokenizer.directory / "train_shards")
@@ -167,7 +165,7 @@ def cache_dir() -> Path:
     try:
         return Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch-t4").expanduser()
     except RuntimeError:  # a container's uid without an entry in /etc/passwd
-        raise PrepareError("you have no home directory: set AUTORESEARCH_CACHE to a folder") from None
+        raise PrepareError("no home directory: set AUTORESEARCH_CACHE to a folder") from None
 
 
 def current_dataset() -> Path:
@@ -176,11 +174,11 @@ def current_dataset() -> Path:
     if re.fullmatch(r"\w[\w.@-]{0,200}", name) and (place / name).is_dir():
         return place / name
     missing = f"{name!r:.99} is not prepared" if name else "no data prepared"
-    raise PrepareError(f"{missing} in {place}: run `python prepare.py` first, or set AUTORESEARCH_CACHE to where it is")
+    raise PrepareError(f"{missing} in {place}: run `python prepare.py` first, or set AUTORESEARCH_CACHE")
 
 
 def adopt_dataset(directory: Path) -> None:
-    """Makes `directory` this clone's dataset unless it has one: what other clones prepare no longer changes it."""
+    """Makes `directory` this clone's dataset unless it has one, whatever other clones prepare."""
     if not read(DATASET):  # an interrupted run may have left it empty
         with suppress(OSError):
             DATASET.write_text(directory.name)
@@ -195,7 +193,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator:
-    """Writes a binary file atomically: `path` appears, or is replaced, once all of it is on disk."""
+    """Writes a binary file, which appears, or replaces another, once all of it is on disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by an interrupted run, or somebody's link
     try:
@@ -224,6 +222,9 @@ def lock(file, patience: float) -> bool:
 
 
 # ---- Tokenizer
+PIECE = re.compile("(?s).{1,262144}")  # what is encoded at once: tiktoken panics on 10^6 spaces
+
+
 class Tokenizer:
     """Byte-level BPE in tiktoken's file format: one line `base64(token) rank` per token."""
 
@@ -240,7 +241,7 @@ class Tokenizer:
         specials = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("bpe", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         self.directory, self.token_bytes = directory, sizes + [0] * len(specials)
-        self.fingerprint = hashlib.sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
+        self.fingerprint = sha256(data + repr((SPLIT_PATTERN, SPECIAL_TOKENS)).encode()).digest()
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> Tokenizer:
@@ -251,8 +252,8 @@ class Tokenizer:
     def dump(ranks: dict[bytes, int]) -> bytes:
         return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
 
-    @staticmethod
-    def train(texts: Iterable[str], path: Path) -> None:
+    @classmethod
+    def train(cls, texts: Iterable[str], directory: Path) -> Tokenizer:
         import rustbpe
 
         if VOCAB_SIZE not in range(260, 65001):  # all bytes and special tokens; uint16
@@ -261,9 +262,10 @@ class Tokenizer:
         texts = next(batches((text[:TOKENIZER_DOC_CHARS] for text in texts), TOKENIZER_CHARS), [])
         bpe.train_from_iterator(texts, VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in bpe.get_mergeable_ranks()}
-        with new_file(path) as file:
-            file.write(Tokenizer.dump(ranks))
+        with new_file(directory / "tokenizer.txt") as file:
+            file.write(cls.dump(ranks))
         print(f"tokenizer: {len(ranks)} tokens", flush=True)
+        return cls(directory)
 
     def get_vocab_size(self) -> int:
         return self.encoding.n_vocab
@@ -279,15 +281,10 @@ class Tokenizer:
             with ThreadPoolExecutor(8) as pool:
                 return list(pool.map(lambda one: self.encode(one, prepend), text))
         ids = [] if prepend is None else [prepend]
-        return ids + [i for piece in pieces(text) for i in self.encoding.encode_ordinary(piece)]
+        return ids + [i for piece in PIECE.findall(text) for i in self.encoding.encode_ordinary(piece)]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
-
-
-def pieces(text: str) -> Iterator[str]:
-    """A text in pieces of 2^18 characters: tiktoken panics on 10^6 spaces."""
-    return (text[i : i + 2**18] for i in range(0, len(text), 2**18))
 
 
 def get_token_bytes(device="cpu"):
@@ -310,7 +307,7 @@ def open_shard(path: Path, fingerprint: bytes, verify: bool = False) -> tuple[np
         data = np.memmap(path, "<u2", "r")
         *header, checksum = HEADER.unpack_from(data)
         tokens = data[HEADER.size // 2 :]
-        if header != [MAGIC, len(tokens), fingerprint] or (verify and hashlib.sha256(tokens).digest() != checksum):
+        if header != [MAGIC, len(tokens), fingerprint] or (verify and sha256(tokens).digest() != checksum):
             raise ValueError("damaged, or made by another tokenizer")
     except (OSError, ValueError, struct.error) as error:
         raise PrepareError(f"{path}: {error}; delete it, rerun the prepare.py command") from None
@@ -324,7 +321,7 @@ def dataset_id(directory: Path | None = None) -> str:
     checksums = train.checksums + val.checksums
     if (scored := min(EVAL_TOKENS, len(val) - 1)) != min(2**22, len(val) - 1):  # the constant was edited
         checksums += (b"%d targets" % scored,)
-    return f"{tokenizer.directory.name.partition('@')[0]}-{hashlib.sha256(b''.join(checksums)).hexdigest()[:8]}"
+    return f"{tokenizer.directory.name.partition('@')[0]}-{sha256(b''.join(checksums)).hexdigest()[:8]}"
 
 
 # ---- Sources of text
@@ -332,47 +329,47 @@ HUB = {"climbmix": "karpathy/climbmix-400b-shuffle", "tinystories": "karpathy/ti
 SOURCES = (*HUB, "embedded")
 MAX_SHARDS, TEST_FILE, VAL_FILE = 6541, "shard_06541.parquet", "shard_06542.parquet"  # climbmix's last two
 SHARD_CHARS = 2**26  # characters per train shard of the user's own folder
-BOM, PASSAGE = "\ufeff", 2**13  # byte order mark; a .txt is tokenized in documents of up to this many characters
-Texts = Iterable[Iterable[str]]  # what tokenizer, test shard, val shard and each train shard are made from
+# A .txt is tokenized in passages that end at the last newline within 2^13 characters, else after them
+PASSAGE = re.compile(r"(?s:.{1,8191})(?:\n|\Z)|(?s:.{1,8192})")
+Texts = Iterator[Iterable[str]]  # what tokenizer, test shard, val shard and each train shard are made from
 
 
 def find_source(data: str) -> tuple[str, Callable]:
     """Returns `label@hash` (a hash of text and constants) and a function from num_shards (None: all) to Texts."""
     if data in SOURCES:
         contents = HUB.get(data, sys.version_info)
-        label, texts = data, lambda n: part_texts(source_parts(data, n), HUB.get(data, ""))
+        label, texts = data, lambda n: part_texts(source_parts(data, n), HUB.get(data))
     else:
         label, contents, texts = find_folder(Path(data).resolve())
     sizes = [VOCAB_SIZE, EVAL_TOKENS, TOKENIZER_CHARS, TOKENIZER_DOC_CHARS, SHARD_CHARS]
     shape = repr([MAGIC, SPLIT_PATTERN, SPECIAL_TOKENS, sizes, contents])
-    return f"{label}@{hashlib.sha256(shape.encode()).hexdigest()[:8]}", texts
+    return f"{label}@{sha256(shape.encode()).hexdigest()[:8]}", texts
 
 
 def find_folder(folder: Path) -> tuple[str, list, Callable]:
     """The same for a user's folder: label, what goes into the hash, function from num_shards to Texts."""
     if not folder.is_dir():
-        problem = f"--data {folder} is neither a folder nor one of {', '.join(SOURCES)}"
-        raise PrepareError(f"{problem}: check the spelling, or give a file's folder")
-    files = (p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir())  # links are not followed
+        raise PrepareError(f"--data {folder}: check the spelling, or give a folder or one of {', '.join(SOURCES)}")
+    files = [p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]  # links to folders are not followed
     if (cache := cache_dir().resolve()).is_relative_to(folder):  # what was made from this text is not part of it
-        files = (p for p in files if not p.is_relative_to(cache))
-    names = {path: path.relative_to(folder).as_posix() for path in files}
-    names = {path: name for path, name in names.items() if "/." not in f"/{name}"}  # without hidden files
-    paths = [path for path in names if path.suffix.lower() in (".parquet", ".txt") and path.is_file()]
-    if not paths:
-        raise PrepareError(f"no .parquet or .txt files in {folder}: convert what is there, or give another folder")
+        files = [p for p in files if not p.is_relative_to(cache)]
+    names = sorted(p.relative_to(folder).as_posix() for p in files)
+    names = [name for name in names if "/." not in f"/{name}"]  # without hidden files
+    chosen = [name for name in names if name.lower().endswith((".parquet", ".txt")) and (folder / name).is_file()]
+    if not chosen:
+        raise PrepareError(f"no .parquet or .txt files in {folder}: convert what is there")
+    parquet = {name for name in chosen if "/" not in name and name.lower().endswith(".parquet")}
+    if climbmix_like := {VAL_FILE} < parquet - {TEST_FILE}:
+        chosen = sorted(parquet, key=lambda name: (name == VAL_FILE, name == TEST_FILE, name))
+    if skipped := sorted({*names} - {*chosen}):
+        print(f"in {folder}, not read ({len(skipped)}): {', '.join(skipped):.1000}")
+    paths = [folder / name for name in chosen]
     label = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII).lstrip(".-")[:99] or "folder"
     if label in SOURCES:
         label += "-folder"
-    parquet = [path for path in paths if path.parent == folder and is_parquet(path)]
-    if climbmix_like := {VAL_FILE} < {path.name for path in parquet} - {TEST_FILE}:
-        paths = sorted(parquet, key=lambda path: (path.name == VAL_FILE, path.name == TEST_FILE))
-    if skipped := sorted(names[path] for path in names.keys() - set(paths)):
-        print(f"in {folder}, not read ({len(skipped)}): {', '.join(skipped):.1000}")
-    hashes = {p: hashlib.sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
+    hashes = {p: sha256(np.memmap(p, mode="r") if p.stat().st_size else b"").digest() for p in paths}
     if climbmix_like:
-        contents = [(path.name, hashes[path]) for path in paths]
-        return label, contents, lambda n: part_texts(climbmix_like_parts(paths, n))
+        return label, [(path.name, hashes[path]) for path in paths], lambda n: part_texts(shard_parts(paths, n))
     paths.sort(key=hashes.get)  # so that names do not matter
     return label, ["by document or span", *sorted(hashes.values())], lambda n: own_texts(paths, n)
 
@@ -381,52 +378,52 @@ def source_parts(data: str, num_shards: int | None) -> list[tuple]:
     """(path, start, stop) for test, val and each train shard: it gets documents [start, stop) of that path."""
     raw = cache_dir() / data / "raw"
     if data == "climbmix":
-        train = [f"shard_{i:05d}.parquet" for i in range(num_shards)]
-        return [(raw / name, 0, None) for name in (TEST_FILE, VAL_FILE, *train)]
+        return [(raw / f"shard_{i:05d}.parquet", 0, None) for i in (6541, 6542, *range(num_shards))]
     if data == "tinystories":  # 10,000 stories each for test and validation, as its card suggests
         cuts = [0, 10_000, *range(20_000, 20_001 + num_shards * 250_000, 250_000)]
         return [(raw / "tinystories_gpt4_clean.parquet", *cut) for cut in itertools.pairwise(cuts)]
     stdlib = Path(sysconfig.get_path("stdlib"))  # val is the last 5%, test the 5% before
     count = sum(1 for _ in documents(stdlib))
-    twentieth = max(1, count // 20)
-    test, val = count - 2 * twentieth, count - twentieth
+    val = count - max(1, count // 20)
+    test = 2 * val - count
     return [(stdlib, test, val), (stdlib, val, None), (stdlib, 0, test)]
 
 
-def climbmix_like_parts(files: list[Path], num_shards: int | None) -> list[tuple]:
-    """The same for a copy of climbmix: val is VAL_FILE, test is TEST_FILE or, without one, the end of the last train
-    file: 5% of all documents, or the whole file if it has fewer."""
-    *train, test, val = [(file, 0, None) for file in files]
-    if test[0].name != TEST_FILE:
-        counts = [sum(1 for _ in documents(file)) for file in files]
+def shard_parts(paths: list[Path], num_shards: int | None) -> list[tuple]:
+    """The same for a copy of climbmix: val is the last file. Without TEST_FILE, test is the end of the one before: 5%
+    of all documents, or all that it has."""
+    *train, test, val = [(path, 0, None) for path in paths]
+    if paths[-2].name != TEST_FILE:
+        counts = [sum(1 for _ in documents(path)) for path in paths]
         start = max(0, counts[-2] - max(1, sum(counts) // 20))
-        if start or not train:  # else that file is smaller than 5%
-            train.append((test[0], 0, start))
-        test = test[0], start, None
+        if start or not train:
+            train.append((paths[-2], 0, start))
+        test = paths[-2], start, None
     return [test, val, *train[:num_shards]]
 
 
-def part_texts(parts: list[tuple], repo: str = "") -> Texts:
-    """The texts of such parts. The tokenizer sees the first train shard only, whatever the number of shards."""
+def part_texts(parts: list[tuple], repo: str | None = None) -> Texts:
+    """The texts of such parts. The tokenizer sees only the first train shard."""
 
     def texts(path, start, stop):
         if not path.exists():
             download(path, repo)
         yield from filter(None, itertools.islice(documents(path), start, stop))
 
-    return [texts(*part) for part in [parts[2], *parts]]
+    return itertools.starmap(texts, [parts[2], *parts])
 
 
 def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     """Splits documents by the hash of their text: the lowest 5% are val, the next 5% test, the rest train. A long .txt
-    is first cut into spans of a twentieth of all text; not into pages, as one between two of train's is too easy."""
-    longest = max(PASSAGE, sum(len(text) for path in paths for text in documents(path) if text) // 20)
+    is cut into spans of a twentieth of all text: a page between two of train's would be too easy."""
+    longest = max(2**13, sum(len(text) for path in paths for text in documents(path) if text) // 20)
 
     def hashed():
         for path in paths:
             for text in filter(None, documents(path)):
-                for span in [[text]] if is_parquet(path) else batches(passages(text), longest):
-                    yield hashlib.sha256("".join(span).encode()).digest()[:8], span
+                cut = path.suffix.lower() == ".txt"
+                for span in batches(PASSAGE.findall(text), longest) if cut else [[text]]:
+                    yield sha256("".join(span).encode()).digest()[:8], span
 
     def in_order(chosen):
         pairs = sorted((digest, span) for digest, span in hashed() if chosen[0] <= digest <= chosen[-1])
@@ -435,8 +432,7 @@ def own_texts(paths: list[Path], num_shards: int | None) -> Texts:
     sizes = {digest: sum(map(len, span)) for digest, span in hashed()}
     order, twentieth = sorted(sizes), max(1, len(sizes) // 20)
     if len(order) < 3:
-        problem = f"{len(order)} different documents are too few for three splits"
-        raise PrepareError(f"{problem}: give more text, in more files or rows")
+        raise PrepareError(f"{len(order)} different documents are too few for three splits: give more files or rows")
     val, test, train = order[:twentieth], order[twentieth : 2 * twentieth], order[2 * twentieth :]
     yield in_order(train[: 1 + len(train) * TOKENIZER_CHARS // sum(sizes.values())])
     yield in_order(test)
@@ -460,30 +456,20 @@ def batches(texts: Iterable[str], chars: int) -> Iterator[list[str]]:
 
 def documents(path: Path) -> Iterator[str | None]:
     """The texts of a file, or of a folder's Python modules. From parquet, some may be empty or None."""
-    if is_parquet(path):
-        yield from (text and text.lstrip(BOM) for text in parquet_column(path))
+    if path.suffix.lower() == ".parquet":
+        yield from parquet_column(path)
     elif path.is_dir():  # Python modules, sorted by the hash of their names
         skip = {"site-packages", "dist-packages", "test", "tests"}  # some distributions leave the tests out
         names = (file.relative_to(path) for file in path.rglob("*.py"))
-        for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
+        for name in sorted(names, key=lambda name: sha256(name.as_posix().encode()).digest()):
             if skip.isdisjoint(name.parts) and (text := (path / name).read_text("utf-8-sig", "replace")):
                 yield text
     else:
-        data = path.read_bytes().replace(b"\r\n", b"\n")
-        try:
-            for document in data.split(b"<|endoftext|>"):  # one by one: one emoji makes a str take 4 bytes per letter
-                yield document.decode().strip(BOM + "\n")
+        try:  # one by one: one emoji makes a str take 4 bytes per letter
+            for text in path.read_bytes().replace(b"\r\n", b"\n").split(b"<|endoftext|>"):
+                yield text.decode().strip("\ufeff\n")
         except UnicodeDecodeError:
             raise PrepareError(f"{path} is not UTF-8: convert it to UTF-8") from None
-
-
-def passages(text: str) -> list[str]:
-    """Cuts a text at the last newline within each PASSAGE characters or, if there is none, after them."""
-    return re.findall(rf"(?s:.{{1,{PASSAGE - 1}}})(?:\n|\Z)|(?s:.{{1,{PASSAGE}}})", text)
-
-
-def is_parquet(path: Path) -> bool:
-    return path.suffix.lower() == ".parquet"
 
 
 def parquet_column(path: Path) -> Iterator[str | None]:
@@ -492,13 +478,13 @@ def parquet_column(path: Path) -> Iterator[str | None]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(256, columns=["text"]):
-                texts = batch.column(0).to_pylist()  # Arrow has several types that hold strings
-                if not all(isinstance(text, str | None) for text in texts):
-                    raise TypeError(batch.column(0).type)
-                yield from texts
+                for text in batch.column(0).to_pylist():  # Arrow has several types that hold strings
+                    if not isinstance(text, str | None):
+                        raise TypeError(batch.column(0).type)
+                    yield text and text.lstrip("\ufeff")
     except Exception as error:
         problem = f"{path} is damaged or has no string column `text` ({one_line(error)})"
-        raise PrepareError(f"{problem}: delete or replace it, or rename its text column") from None
+        raise PrepareError(f"{problem}: replace it, or rename the column") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -506,7 +492,6 @@ def one_line(error: BaseException) -> str:
 
 
 # ---- Download
-ATTEMPTS = 5  # with waits of 1, 2, 4 and 8 s
 ELSEWHERE = "set HF_ENDPOINT to a mirror, or give --data DIR"
 
 
@@ -516,7 +501,6 @@ class Unreachable(PrepareError):
 
 @cache
 def check_hub(endpoint: str) -> None:
-    """Raises Unreachable if the hub does not answer."""
     from huggingface_hub.utils import get_session
 
     try:
@@ -533,42 +517,42 @@ def download(path: Path, repo: str) -> None:
 
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     check_hub(endpoint)
-    for attempt in range(ATTEMPTS):
+    for wait in (1, 2, 4, 8, None):  # seconds
         shutil.rmtree(path.parent / ".cache", ignore_errors=True)  # left by interrupted runs and attempts
         try:
             hf_hub_download(repo, path.name, repo_type="dataset", local_dir=path.parent, endpoint=endpoint)
-            next(parquet_column(path), None)  # raises if it is not a parquet file
+            next(documents(path), None)  # raises if it is not a parquet file
             return
         except Exception as error:  # from requests, httpx or huggingface_hub
             if getattr(error, "errno", None):  # from the disk
                 raise
             path.unlink(missing_ok=True)  # not parquet
             cause = error.__cause__ or error
-            status = getattr(getattr(cause, "response", None), "status_code", 0)
-            problem = f"{path.name} of {repo}: {one_line(cause)}"
-        if attempt == ATTEMPTS - 1 or (400 <= status < 500 and status not in (408, 416, 429)):
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        problem = f"{path.name} of {repo}: {one_line(cause)}"
+        if not wait or (400 <= status < 500 and status not in (408, 416, 429)):
             login = "renew or unset HF_TOKEN (or `hf auth logout`), " if status in (401, 403) else ""
             raise PrepareError(f"{problem}; {login}run again, {ELSEWHERE}")
-        print(f"{problem}; trying again in {2**attempt} s", flush=True)
-        time.sleep(2**attempt)
+        print(f"{problem}; trying again in {wait} s", flush=True)
+        time.sleep(wait)
 
 
 # ---- Preparing
 def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
-    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. If there is no
-    network and no argument, takes the dataset that is ready, else `embedded`."""
+    """Makes `data` this clone's dataset (None: the one it has, else climbmix) and returns its folder. Without a network
+    and an argument, takes the dataset that is ready, else `embedded`."""
     if num_shards is not None and not 1 <= num_shards <= MAX_SHARDS:
         raise PrepareError(f"--num-shards {num_shards} is out of range: give 1 to {MAX_SHARDS}")
     if data == "":
-        raise PrepareError("--data is empty, as if from a variable that is not set: name a dataset or a folder")
+        raise PrepareError("--data is empty: name a dataset or a folder")
     own = read(DATASET)
     wanted = data or own.partition("@")[0] or "climbmix"
-    if wanted == "embedded" and not data:  # perhaps only as there was no network
-        print("This clone trains on the source of Python's standard library: for other text, give --data climbmix")
     if not data and wanted not in SOURCES:  # made from a folder, whose path is not recorded
         if num_shards or not is_ready(cache_dir() / own):
             raise PrepareError(f"this clone's dataset, {own}, is from a folder: run again with --data and that folder")
         return current_dataset()
+    if not data and wanted == "embedded":  # perhaps only as there was no network
+        print("This clone trains on Python's standard library: for other text, give --data climbmix")
     try:
         directory = make(wanted, num_shards)
     except Unreachable as error:
@@ -580,7 +564,7 @@ def prepare(data: str | None = None, num_shards: int | None = None) -> Path:
                 return directory
         if own:
             raise
-        print(f"{error}\nNO NETWORK: using the source of Python's standard library. Compare its val_bpb with no other.")
+        print(f"{error}\nNO NETWORK: using Python's standard library. Compare its val_bpb with no other.")
         return make("embedded", None)
     if own != directory.name:
         DATASET.write_text(directory.name)
@@ -591,37 +575,32 @@ def make(data: str, num_shards: int | None) -> Path:
     """Prepares a dataset unless it is ready, and makes it `current`. Each number of shards is a separate dataset."""
     name, texts = find_source(data)
     count = None if data == "embedded" else num_shards or default_shards(data, name)
-    place = cache_dir()
-    directory, current = place / (f"{name}x{count}" if count else name), place / "current"
+    directory = cache_dir() / (f"{name}x{count}" if count else name)
     if not is_ready(directory):
-        place.mkdir(parents=True, exist_ok=True)
-        with open(place / "lock", "ab") as file:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory.with_name("lock"), "ab") as file:
             if not lock(file, patience=0):
-                print(f"another prepare.py is working in {place}: waiting for it", flush=True)
+                print(f"another prepare.py is working in {directory.parent}: waiting for it", flush=True)
                 lock(file, math.inf)
-            if not is_ready(directory):
-                build(directory, texts(count))
-    if read(current) != directory.name:
-        with suppress(OSError), new_file(current) as file:  # a read-only cache still serves what it holds
-            file.write(directory.name.encode() + b"\n")
+            build(directory, texts(count))
+    with suppress(OSError), new_file(directory.with_name("current")) as file:  # the cache may be read-only
+        file.write(directory.name.encode() + b"\n")
     return directory
 
 
 def default_shards(data: str, name: str) -> int | None:
-    """As many as the current dataset has; from the hub, at least as many as five minutes consume. None: all."""
-    have = 0
-    with suppress(PrepareError):
-        own, _, shards = current_dataset().name.rpartition("x")
-        have = int(shards) if own == name else 0
-    if data not in HUB or have >= 10:
-        return have or None
-    import torch
+    """As many as the dataset has; from the hub, at least as many as five minutes consume. None: all."""
+    own, _, shards = (read(DATASET) or read(cache_dir() / "current")).rpartition("x")
+    have = int(shards or 0) if own == name else 0
+    if data in HUB and have < 10:
+        import torch
 
-    if torch.cuda.is_available():
-        return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
-    if not have:
-        print("no GPU here, so one shard; for a GPU elsewhere give --num-shards 2 (T4, V100) or 10 (newer)")
-    return have or 1
+        if torch.cuda.is_available():
+            return max(have, 10 if torch.cuda.get_device_capability() >= (8, 0) else 2)
+        if not have:
+            print("no GPU here, so one shard; for another GPU give --num-shards 2 (T4, V100) or 10 (newer)")
+            return 1
+    return have or None
 
 
 def is_ready(directory: Path) -> bool:
@@ -633,49 +612,43 @@ def is_ready(directory: Path) -> bool:
 
 def build(directory: Path, sources: Texts) -> None:
     """Makes what is missing or damaged."""
-    directory.mkdir(exist_ok=True)
-    sources = iter(sources)
     texts = next(sources)
     try:
         tokenizer = Tokenizer(directory)
     except PrepareError:
-        Tokenizer.train(texts, directory / "tokenizer.txt")
-        tokenizer = Tokenizer(directory)
-    train_names = (SHARD("train", i) for i in itertools.count())
-    train_shards = 0
-    for texts, name in zip(sources, itertools.chain([SHARD("test", 0), SHARD("val", 0)], train_names), strict=False):
-        train = name.startswith("train")
-        train_shards += train
+        tokenizer = Tokenizer.train(texts, directory)
+    names = itertools.chain([SHARD("test", 0), SHARD("val", 0)], (SHARD("train", i) for i in itertools.count()))
+    for name, texts in zip(names, sources, strict=False):
         try:
             open_shard(directory / name, tokenizer.fingerprint, verify=True)
         except PrepareError:
-            tokenize(texts, directory / name, tokenizer, math.inf if train else EVAL_TOKENS + 1)
+            tokenize(texts, directory / name, tokenizer)
     with new_file(directory / "train_shards") as file:
-        file.write(b"%d\n" % train_shards)
+        file.write(b"%d\n" % len([*directory.glob("train_*.bin")]))
 
 
-def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer, limit: float) -> None:
+def tokenize(texts: Iterable[str], path: Path, tokenizer: Tokenizer) -> None:
     """Writes a token shard. Threads suffice, as tiktoken releases the GIL: 14 MB/s per core; processes gave 17."""
+    limit = math.inf if path.name.startswith("train") else EVAL_TOKENS + 1
     bos, workers = np.array([tokenizer.get_bos_token_id()], "<u2"), os.cpu_count() or 1
+    numbers = partial(tokenizer.encoding.encode_to_numpy, disallowed_special=())
 
     def encode(batch):
-        ids = []
-        for text in batch:
-            ids += [bos, *(tokenizer.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces(text))]
+        ids = [part for text in batch for part in (bos, *map(numbers, PIECE.findall(text)))]
         return np.concatenate(ids).astype("<u2")
 
-    n, checksum, waiting = 0, hashlib.sha256(), batches(texts, 2**18)
+    n, checksum, waiting = 0, sha256(), batches(texts, 2**18)
+    some = iter(lambda: list(itertools.islice(waiting, 4 * workers)), [])  # a dataset may not fit into memory
     with new_file(path) as file, ThreadPoolExecutor(workers) as pool:
         file.seek(HEADER.size)
-        # only a few batches at a time: a dataset may not fit into memory
-        while n < limit and (ahead := list(itertools.islice(waiting, 4 * workers))):
-            for tokens in pool.map(encode, ahead):
-                if n < limit:
-                    file.write(tokens)
-                    checksum.update(tokens)
-                    n += len(tokens)
+        for tokens in itertools.chain.from_iterable(pool.map(encode, part) for part in some):
+            file.write(tokens)
+            checksum.update(tokens)
+            n += len(tokens)
+            if n >= limit:
+                break
         if n == 0:
-            raise PrepareError(f"no text left for {path.name}: use a smaller --num-shards, or give more text")
+            raise PrepareError(f"no text left for {path.name}: give a smaller --num-shards, or more text")
         file.seek(0)
         file.write(HEADER.pack(MAGIC, n, tokenizer.fingerprint, checksum.digest()))
     print(f"{path.stem}: {n / 1e6:.1f} M tokens", flush=True)
@@ -692,20 +665,17 @@ class Output(io.FileIO):
 
 
 def patient_output() -> None:
-    """Lets stdout and stderr lose what they cannot write, such as an emoji on some terminals. Not a notebook's."""
+    """Lets stdout and stderr lose what they cannot write, such as emoji. Not a notebook's."""
     for name in ("stdout", "stderr"):
-        old = getattr(sys, name)  # None under `>&-`
-        if old and old is getattr(sys, f"__{name}__"):
+        if (old := getattr(sys, name)) and old is getattr(sys, f"__{name}__"):  # None under `>&-`
             raw = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
-            new = io.TextIOWrapper(raw, encoding=old.encoding, line_buffering=True, errors="replace")
-            setattr(sys, name, new)
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, errors="replace", line_buffering=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the data that train.py trains on.")
     parser.add_argument("--data", help="climbmix (default), tinystories, embedded, or a folder of .parquet or .txt")
-    text = "number of train shards (default: as it is; at first enough for five minutes; for a folder: all)"
-    parser.add_argument("--num-shards", type=int, help=text)
+    parser.add_argument("--num-shards", type=int, help="train shards (default: as it is, or enough for five minutes)")
     parser.add_argument("--verify", action="store_true", help="check every token of --data, or of the current dataset")
     args = parser.parse_args()
     patient_output()
@@ -717,7 +687,7 @@ def main() -> None:
     except PrepareError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(f"{one_line(error)}: fix that, or, for the cache, set AUTORESEARCH_CACHE to another folder")
+        sys.exit(f"{one_line(error)}: fix that, or set AUTORESEARCH_CACHE to another folder")
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to continue")
 

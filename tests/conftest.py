@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,11 +71,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def clone(tmp_path_factory) -> Iterator[None]:
+def clone(tmp_path_factory) -> None:
     """This process's `.dataset` lies elsewhere: the one in the repository belongs to whoever works there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "DATASET", tmp_path_factory.mktemp("clone") / ".dataset")
-        yield
+    prepare.DATASET = tmp_path_factory.mktemp("clone") / ".dataset"
 
 
 @pytest.fixture(autouse=True)

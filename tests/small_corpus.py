@@ -11,18 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import prepare
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [str(path.relative_to(ROOT)) for name in ("harness", "night") for path in ROOT.glob(f"{name}/*.*")]
 FILES = ["train.py", "prepare.py", "kernels.py", *FOLDERS]
-WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n".split(
-    " "
-)
+WORDS = "the of and to in is that it was for on with as naïve café größer 你好 🙂 1234 56 don't\n  if x == 1:\n"
 
 
 def texts(seed: int, count: int = 60, words: int = 400) -> list[str]:
     """Documents of unequal length in a made-up language, with characters of one to four bytes."""
     random = np.random.RandomState(seed)
-    return [" ".join(random.choice(WORDS, random.randint(1, words))) for _ in range(count)]
+    return [" ".join(random.choice(WORDS.split(" "), random.randint(1, words))) for _ in range(count)]
 
 
 def write_parquet(path: Path, documents: list, column: str = "text") -> None:
@@ -35,16 +35,6 @@ def write_corpus(folder: Path) -> Path:
     for seed in (0, 1, 2, 6541, 6542):
         write_parquet(folder / f"shard_{seed:05d}.parquet", texts(seed))
     return folder
-
-
-def write_climbmix(folder: Path, count: int = 60) -> dict[str, bytes]:
-    """climbmix in small, two train files and those for validation and test: as the hub serves it, by path."""
-    names = [f"shard_{i:05d}.parquet" for i in (0, 1, 6542, 6541)]
-    for seed, name in enumerate(names):
-        write_parquet(folder / name, texts(seed, count))
-    return {
-        f"/datasets/karpathy/climbmix-400b-shuffle/resolve/main/{name}": (folder / name).read_bytes() for name in names
-    }
 
 
 def copy_files(folder: Path) -> None:
@@ -73,3 +63,14 @@ def run_prepare(*args, cache: Path | str, clone: Path | None = None, **env: str)
         env = os.environ | {"AUTORESEARCH_CACHE": str(cache)} | env
         command = [sys.executable, "-B", script, *map(str, args)]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
+def main_of_prepare(capsys, monkeypatch, *args: str) -> str:
+    """The command line in this process; returns what it prints or, after `failed: `, the line that it ends with."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
+    try:
+        prepare.main()
+    except SystemExit as end:
+        assert isinstance(end.code, str) and "\n" not in end.code and len(end.code) > 20
+        return f"failed: {end.code}"
+    return capsys.readouterr().out

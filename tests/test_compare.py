@@ -30,18 +30,14 @@ def test_every_train_document_is_once_somewhere_and_none_of_validation_or_test(t
     train = documents(tmp_path / "a", *names)
     expected = [text for seed in (0, 1, 2) for text in texts(seed)]
     assert Counter(train) == Counter(expected) and train != expected
-    assert all(set(texts(0)) & set(documents(tmp_path / "a", name)) for name in names), "the old shards are mixed"
     assert documents(tmp_path / "a", compare.VAL) == texts(6542)
     assert sorted(path.name for path in (tmp_path / "a/peers").iterdir()) == [*names, compare.VAL]
-    compare.shuffle(source, tmp_path / "again")
-    assert documents(tmp_path / "again", *names) == train
     compare.shuffle(source, tmp_path / "other", seed=8)
     assert documents(tmp_path / "other", *names) != train
     (source / compare.TEST).unlink()
-    counts = compare.shuffle(source, tmp_path / "no-test")
-    assert counts[compare.TEST] == 9 and Counter(documents(tmp_path / "no-test", *counts)) == Counter(
-        expected + texts(6542)
-    ), "everybody leaves the same 5% alone"
+    counts = compare.shuffle(source, tmp_path / "no-test")  # everybody leaves the same 5% alone
+    assert counts[compare.TEST] == 9
+    assert Counter(documents(tmp_path / "no-test", *counts)) == Counter(expected + texts(6542))
 
 
 def test_rows_begin_with_a_document_and_use_each_once():
@@ -60,16 +56,11 @@ def test_rows_begin_with_a_document_and_use_each_once():
     assert set(kept.values()) == {1}
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Linear):
     """Its nats depend on the target, its position and the tokens before it."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
     def forward(self, x, y, reduction):
-        position = torch.arange(x.shape[1]) / 100
-        return (self.weight * (1 + y % 7 + position + x.cumsum(1) % 3)).view(-1)
+        return (1 + y % 7 + torch.arange(x.shape[1]) / 100 + x.cumsum(1) % 3).view(-1)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +83,7 @@ def saved(corpus, monkeypatch) -> Path:
 
 
 def test_windows_are_val_bpb_and_rows_are_scored_target_by_target(saved):
-    tokenizer, model = prepare.Tokenizer.from_directory(), Model()
+    tokenizer, model = prepare.Tokenizer.from_directory(), Model(1, 1)
     nats = lambda x, y: model(x, y, "none")  # noqa: E731
     expected = prepare.evaluate_bpb(model, tokenizer, 1, 2048)
     x, y = (torch.from_numpy(part).long() for part in np.load(saved)["rows"])
@@ -127,18 +118,13 @@ def evaluate_bpb(*args):
 PEER_TRAIN = """
 from prepare import TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
 import torch
-class Uniform(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-    def forward(self, x, y, reduction):
-        return torch.full((y.numel(),), 2.0)
+model = torch.nn.Linear(1, 1)
+model.forward = lambda x, y, reduction: torch.full((y.numel(),), 2.0)
 tokenizer = Tokenizer.from_directory()
-loader, texts = make_dataloader(tokenizer, 2, 8, "train"), set()
+loader = make_dataloader(tokenizer, 2, 8, "train")
 for step in range(TIME_BUDGET):
-    x, y, epoch = next(loader)
-    texts.add(tuple(x[0].tolist()))
-print(f"val_bpb: {evaluate_bpb(Uniform(), tokenizer, 2)}\\nnum_steps: {step + 1}")
+    next(loader)
+print(f"val_bpb: {evaluate_bpb(model, tokenizer, 2)}\\nnum_steps: {step + 1}")
 """
 
 
@@ -151,12 +137,10 @@ def test_a_peer_reads_the_shuffled_text_once_and_is_scored_by_both(steps, ends, 
     code = code.replace("compare.adapt", f"compare.ROOT = type(compare.ROOT)({str(clone)!r})\ncompare.adapt")
     summary = measure(code, *rest, log := tmp_path / "log")
     assert ("rows" in summary) == ends, log.read_text()
+    assert ("read a document twice" in log.read_text()) == (not ends)
     if ends:
-        nats = {name: 2.0 for name in ("windows", "rows")}
-        expected = compare.score(lambda x, y: torch.full(y.shape, nats["rows"]), saved, 1, "cpu")
-        assert {name: float(summary[name]) for name in nats} == pytest.approx(expected, abs=2e-6)
-    else:
-        assert "read a document twice" in log.read_text()
+        expected = compare.score(lambda x, y: torch.full(y.shape, 2.0), saved, 1, "cpu")
+        assert {name: float(summary[name]) for name in ("windows", "rows")} == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.slow

@@ -37,13 +37,10 @@ CHIPS = {
     "RTX 3060": ("NVIDIA GeForce RTX 3060", (8, 6), 28, 1777, 25.5),
     "RTX 3090": ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, 71),
     "RTX 4090": ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, 165),
-    "RTX 5080": ("NVIDIA GeForce RTX 5080", (12, 0), 84, 2617, 112.6),
     "RTX 5090": ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2407, 209.5),
     "RTX PRO 6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 2597, 500),
-    "A30": ("NVIDIA A30", (8, 0), 56, 1440, 165),
     "A100": ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1410, 312),
     "H20": ("NVIDIA H20", (9, 0), 78, 1980, 148),
-    "H100 PCIe": ("NVIDIA H100 PCIe", (9, 0), 114, 1755, 756),
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980, 989.5),
     "H200": ("NVIDIA H200", (9, 0), 132, 1980, 989.5),
     "B200": ("NVIDIA B200", (10, 0), 148, 1965, 2250),
@@ -51,8 +48,6 @@ CHIPS = {
     "Orin": ("Orin", (8, 7), 16, 1300, 42.5),
     "Thor": ("NVIDIA Thor", (11, 0), 20, 1575, 259),
 }
-
-
 FLASH = "def flash_attn_func(): pass"
 FA4 = """
 import torch
@@ -84,14 +79,15 @@ def machine(monkeypatch, tmp_path):
     """A machine with that GPU, with a flash_attn_interface.py of that text, and with FlashAttention-4 or without."""
 
     def put(name: str, capability: tuple, multiprocessors: int, mhz: int, memory=16 * 10**9, fa3="", fa4=False) -> None:
-        properties = dict(zip(("major", "minor"), capability, strict=True), name=name, total_memory=memory)
-        properties |= dict(multi_processor_count=multiprocessors, clock_rate=1000 * mhz)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(**properties))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory, memory))
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75", "sm_80", "sm_90", "compute_90"])
+        properties = SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1], total_memory=memory, clock_rate=1000 * mhz,
+            multi_processor_count=multiprocessors,
+        )  # fmt: skip
+        for question, answer in dict(
+            is_available=True, get_device_properties=properties, get_device_capability=capability,
+            get_device_name=name, mem_get_info=(memory, memory), get_arch_list=["sm_70", "sm_80", "compute_90"],
+        ).items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, question, lambda answer=answer: answer)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
@@ -138,31 +134,26 @@ def test_each_gpu_in_the_tables_gets_the_row_it_is_in(page, machine):
         for chip in re.sub(r"\(.*?\)", "", gpus).split(","):
             if chip.strip() not in ("none", "no GPU"):
                 machine(*CHIPS[chip.strip()][:-1], memory=10**12)
-                config = train.pick_size(harness.this_gpu())
+                size = train.pick_size(harness.this_gpu())
                 found.add(chip.strip())
-                assert (config.depth, config.n_embd, config.num_experts) == (int(depth), int(width), int(experts)), chip
+                assert (size.depth, size.n_embd, size.num_experts) == (int(depth), int(width), int(experts)), chip
     assert {name.replace("RTX", "RTX ") for name in harness.GPUS} <= found, "--gpu names more"
 
 
-def test_an_unknown_gpu_is_taken_for_a_relative_a_clock_of_zero_for_a_usual_one_and_one_that_is_taken_is_told_of(
-    machine, capsys, monkeypatch
-):
+def test_an_unknown_gpu_is_taken_for_a_relative_and_a_clock_of_zero_for_a_usual_one(machine, capsys, monkeypatch):
     machine("NVIDIA B400", (10, 7), 200, 2000)
     assert harness.pick_gpu()[1].peak_flops == harness.peak_flops((10, 3), 200, 2000)
-    assert "Unknown GPU NVIDIA B400 (compute capability 10.7, 2000 MHz), taken for " in (out := capsys.readouterr().out)
-    assert "compute capability 10.3, 2000 MHz, 3095 TFLOP/s: --gpu NAME overrides" in out
+    out = capsys.readouterr().out
+    assert "Unknown GPU NVIDIA B400 (compute capability 10.7, 2000 MHz), taken for compute capability 10.3, 2000" in out
     machine("Tesla T4", (7, 5), 40, 0)
     assert harness.pick_gpu()[1].peak_flops == pytest.approx(61e12, rel=0.01)
-    assert "taken for compute capability 7.5, 1500 MHz, 61 TFLOP/s" in capsys.readouterr().out
-    harness.pick_gpu("T4")
-    assert capsys.readouterr().out == "", "one that is named is known"
+    assert "taken for compute capability 7.5, 1500 MHz, 61 TFLOP/s: --gpu NAME overrides" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * 2**30, 16 * 2**30))
-    harness.pick_gpu("T4")
+    harness.pick_gpu("T4")  # one that is named is known
     assert capsys.readouterr().out == "Others use 12.0 of this GPU's 16.0 GiB: memory may run out\n"
 
 
 CUDA13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-OLD = ["sm_75", "sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -171,14 +162,13 @@ OLD = ["sm_75", "sm_90"]
         ((6, 0), CUDA13, None, "/bin/cc", r"\(6, 0\) is below 7.0.*--gpu cpu"),  # Triton does not know it
         ((7, 0), CUDA13, None, "/bin/cc", r"no kernels for compute capability .*whl/cu126"),
         ((8, 6), CUDA13, None, "/bin/cc", None),
-        ((12, 0), CUDA13, None, "/bin/cc", None),
-        ((8, 6), OLD, None, "/bin/cc", "no kernels for compute capability .*the newest"),
-        ((12, 0), OLD, None, "/bin/cc", "no kernels for compute capability .*the newest"),
+        ((12, 1), CUDA13, None, "/bin/cc", None),
+        ((8, 6), ["sm_75", "sm_90"], None, "/bin/cc", "no kernels for compute capability .*the newest"),
         ((9, 4), CUDA13, "6.2", "/bin/cc", "use --gpu cpu"),  # AMD's
         ((7, 5), CUDA13, None, "", "needs a C compiler on a GPU: install gcc, or set CC"),
     ],
 )
-def test_a_gpu_that_cannot_run_is_refused_with_the_remedy_and_the_cpu_runs_without_a_question_to_it(
+def test_a_gpu_that_cannot_run_names_the_remedy_and_is_not_asked_for_cpu(
     capability, architectures, hip, compiler, refusal, machine, monkeypatch
 ):
     """A question would take memory of the GPU, which no fork of this process could use any more."""
@@ -195,25 +185,26 @@ def test_a_gpu_that_cannot_run_is_refused_with_the_remedy_and_the_cpu_runs_witho
 
 
 @pytest.mark.parametrize("fa3", [FLASH, ""], ids=["FA3", "no FA3"])
-def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine, fa3):
+def test_a_named_gpu_lends_its_size_and_its_numerics_where_this_one_can(machine, fa3, monkeypatch):
     machine("NVIDIA H200", (9, 0), 132, 1980, 141 * 10**9, fa3)
     assert harness.pick_gpu("T4")[1] == harness.GPU((7, 5), 40 * 1590e6 * 1024, int(14.6 * 2**30), "")
     flash = "fa3" if fa3 else ""
     assert harness.pick_gpu("A100")[1].flash == ""
     assert harness.pick_gpu("B200")[1] == harness.named_gpu("B200")._replace(capability=(9, 0), flash=flash)
     assert harness.pick_gpu("H100")[1].flash == harness.pick_gpu()[1].flash == flash
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert harness.pick_gpu() == (torch.device("cpu"), harness.GPU(None, 0.0))
+    assert harness.pick_gpu("H100")[1] == harness.named_gpu("H100")._replace(capability=None)
+    assert harness.gpu_name() == "cpu" and harness.gpu_name("T4") == "cpu as T4"
 
 
-FA3_INDEX = "--index-url https://download.pytorch.org/whl/cu130"
+FA3_INSTALL = "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130"
 
 
 @pytest.mark.parametrize(
-    ("chip", "kind", "install"),
-    [("H200", "FA3", f"pip install flash-attn-3 {FA3_INDEX}"), ("B200", "FA4", "pip install 'flash-attn-4[cu13]'")],
+    ("chip", "kind", "install"), [("H200", "FA3", FA3_INSTALL), ("B200", "FA4", "pip install 'flash-attn-4[cu13]'")]
 )
-def test_a_gpu_without_its_flash_attention_is_another_kind_of_gpu_and_says_how_to_get_it(
-    chip, kind, install, machine, capsys
-):
+def test_a_gpu_without_its_flash_attention_is_another_kind_and_names_the_remedy(chip, kind, install, machine, capsys):
     for there in (False, True):
         machine(*CHIPS[chip][:-1], fa3=FLASH * (there or kind == "FA4"), fa4=there)
         name = CHIPS[chip][0]
@@ -224,7 +215,7 @@ def test_a_gpu_without_its_flash_attention_is_another_kind_of_gpu_and_says_how_t
         assert (install in capsys.readouterr().out) == (not there)
 
 
-def test_the_name_of_the_gpu_does_not_import_fa3_and_a_broken_one_ends_the_run_with_the_remedy(machine):
+def test_a_broken_fa3_counts_as_installed_and_ends_the_run_with_the_remedy(machine):
     machine("NVIDIA H200", (9, 0), 132, 1980, fa3="raise OSError('undefined symbol: _ZN3c10')")
     assert harness.gpu_name() == "NVIDIA H200" and harness.pick_gpu()[1].flash == "fa3"
     with pytest.raises(prepare.PrepareError, match=r"undefined symbol.*pip install flash-attn-3.*pip uninstall"):
@@ -248,34 +239,21 @@ def test_fa4_compiles_and_one_that_disagrees_with_a_mask_ends_the_run_with_the_r
         found = compiled(*qkv, causal=True, window_size=(left, 0))
         torch.testing.assert_close((found, *torch.autograd.grad(found, qkv, grad)), expected)
     remedy = r"reinstall it \(pip install flash-attn-4\) or remove it \(pip uninstall flash-attn-4\)"
-    wrong = FA4.replace("attend(q, k, window_size_left)", "attend(q, k, 90)")
-    backward = FA4.replace("g.to(", "1.1 * g.to(")
-    newer = FA4.replace("causal,", "is_causal,")
-    for text, why in (
-        (wrong, "differs from a mask by 0"),
-        (backward, "by 0.1"),
-        (newer, "cannot be used .*argument .causal"),
+    for old, new, why in (
+        ("attend(q, k, window_size_left)", "attend(q, k, 90)", "differs from a mask by 0"),
+        ("g.to(", "1.1 * g.to(", "by 0.1"),
+        ("causal,", "is_causal,", "cannot be used .*argument .causal"),
     ):
-        install_fa4(tmp_path, text)
+        install_fa4(tmp_path, FA4.replace(old, new))
         with pytest.raises(prepare.PrepareError, match=f"{why}.*{remedy}"):
             harness.load_fa4()
-
-
-def test_without_a_gpu_a_named_one_lends_its_size(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert harness.pick_gpu() == (torch.device("cpu"), harness.GPU(None, 0.0))
-    assert harness.pick_gpu("H100")[1] == harness.named_gpu("H100")._replace(capability=None)
-    assert harness.gpu_name() == "cpu" and harness.gpu_name("T4") == "cpu as T4"
 
 
 def test_inductors_cache_folder_needs_no_entry_in_etc_passwd(monkeypatch):
     """Older torch raises KeyError there."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    pwd = SimpleNamespace(getpwuid=lambda uid: {}[uid])
-    monkeypatch.setitem(sys.modules, "pwd", pwd)
-    with pytest.raises((KeyError, OSError)):
-        getpass.getuser()
+    monkeypatch.setitem(sys.modules, "pwd", SimpleNamespace(getpwuid=lambda uid: {}[uid]))
     monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: 1 / 0)  # no more of it
     with pytest.raises(ZeroDivisionError):
         harness.start_compiler()
@@ -298,13 +276,9 @@ def test_a_short_row_that_inductor_is_unsure_of_is_read_once(monkeypatch):
     assert not in_one_pass(ReductionHint.DEFAULT, 128)
     changed = {"triton.autotune_pointwise": True, "shape_padding": True}
     changed |= {"test_configs.force_filter_reduction_configs": False}
-    with (
-        config.patch(changed),  # restored, too
-        aot_autograd.patch(autograd_cache_allow_custom_autograd_functions=False),
-    ):
+    caching = aot_autograd.patch(autograd_cache_allow_custom_autograd_functions=False)
+    with config.patch(changed), caching:  # restored, too
         harness.start_compiler()
         assert config.test_configs.force_filter_reduction_configs, "or reductions have up to four"
-        assert aot_autograd.autograd_cache_allow_custom_autograd_functions, "or sum_rows is compiled anew each time"
-    assert in_one_pass(ReductionHint.DEFAULT, 128) and in_one_pass(ReductionHint.DEFAULT, 1024)
-    assert in_one_pass(ReductionHint.INNER, 768)
+    assert in_one_pass(ReductionHint.DEFAULT, 1024) and in_one_pass(ReductionHint.INNER, 768)
     assert not in_one_pass(ReductionHint.DEFAULT, 2048) and not in_one_pass(ReductionHint.OUTER, 128)

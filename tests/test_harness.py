@@ -1,10 +1,10 @@
 """harness/: clock and log do what train.py and the night count on."""
 
 import csv
+import fcntl
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
@@ -80,16 +80,19 @@ def test_no_step_starts_that_would_probably_end_more_than_three_seconds_over_the
     assert clock.running() is ((steps, elapsed) in [(0, 0), (100, 299.9), (10, 270)])
 
 
-def test_a_step_that_begins_after_the_budget_is_refused(now, started):
+def test_a_step_that_begins_after_the_budget_is_refused_and_so_is_an_empty_or_endless_budget(now, started):
     clock = started()
     for seconds in (299, 60):  # the second began in time
         now[0] += seconds
         clock.advance(1, LOSS, 1)
     with pytest.raises(RuntimeError, match="359 s into a budget of 300 s"):
         clock.advance(1, LOSS, 1)
+    for budget in (dict(seconds=0), dict(seconds=-1), dict(seconds=math.nan), dict(seconds=math.inf), dict(tokens=0)):
+        with pytest.raises(PrepareError, match="must be finite and above 0"):
+            Clock(**budget)
 
 
-@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (math.inf, "loss inf"), (1234.5, "loss 1234")])
+@pytest.mark.parametrize(("loss", "reason"), [(math.nan, "NaN"), (1234.5, "loss 1234")])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(started, loss, reason, last):
     clock = started(tokens=10)
@@ -98,10 +101,8 @@ def test_a_lost_loss_ends_the_run_a_step_later_or_at_its_end(started, loss, reas
         clock.stop() if last else clock.advance(1, LOSS, 1)
 
 
-@pytest.mark.parametrize("budget", [997, 1999, 10007])  # with 10 tokens per step
-def test_each_200th_of_the_budget_has_a_line_with_the_mean_loss_since_the_line_before(
-    now, started, tmp_path, monkeypatch, capsys, budget
-):
+@pytest.mark.parametrize("budget", [997, 10007])  # with 10 tokens per step
+def test_each_200th_of_the_budget_has_a_line_with_its_mean_loss(now, started, tmp_path, monkeypatch, capsys, budget):
     monkeypatch.setenv("AUTORESEARCH_RUN", json.dumps({"folder": str(tmp_path)}))
     steps = budget // 10 + 3  # some are beyond the budget
     clock, losses = started(tokens=budget), torch.rand(steps) * 4
@@ -123,22 +124,15 @@ def test_each_200th_of_the_budget_has_a_line_with_the_mean_loss_since_the_line_b
     assert len(lines) == len(printed) == len(ends)
 
 
-@pytest.mark.parametrize("folder", ["gone", "file/folder", "full"])
+@pytest.mark.parametrize("folder", ["gone", "full"])
 def test_a_folder_that_takes_no_record_costs_only_that(now, started, tmp_path, monkeypatch, folder):
     monkeypatch.setenv("AUTORESEARCH_RUN", json.dumps({"folder": str(tmp_path / folder)}))
-    (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "curve.tsv").symlink_to("/dev/full")
     clock = started(tokens=10)
     now[0] += 1
     clock.advance(10, LOSS, 1, 0.1)
     assert clock.stop() == 1
-
-
-def test_an_empty_or_endless_budget_is_refused():
-    for budget in (dict(seconds=0), dict(seconds=-1), dict(seconds=math.nan), dict(seconds=math.inf), dict(tokens=0)):
-        with pytest.raises(PrepareError, match="must be finite and above 0"):
-            Clock(**budget)
 
 
 # What a crash row says
@@ -166,12 +160,16 @@ def test_a_wrong_shape_in_a_compiled_function_is_reported_with_the_line_of_the_c
 
 @pytest.fixture
 def log(tmp_path):
-    def log(val_bpb=1.0, path=tmp_path / "results.tsv", gpu="T4", dataset="d", **fields) -> str:
-        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0", "description": "try"} | fields
+    def log(val_bpb=1.0, description="try", path=tmp_path / "results.tsv", gpu="T4", dataset="d", **fields) -> str:
+        fields = {"memory_gb": 2.5, "tokens_M": 39.34, "commit": "abcdef0", "description": description} | fields
         return harness.log_result(val_bpb=val_bpb, gpu=gpu, dataset=dataset, path=path, **fields)
 
     log.path = tmp_path / "results.tsv"
     return log
+
+
+def described(log) -> list[str]:
+    return [row["description"] for row in harness.read_results(log.path)]
 
 
 HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\tbudget\tseed\ttokens_M\ttest_bpb\treason\tby\n"
@@ -181,20 +179,11 @@ EIGHT = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\tgpu\tdataset\ttokens_M
 FIVE = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
-def test_a_seed_is_one_that_pytorch_takes():
-    for number in (-(2**63), 0, 2**64 - 1):
-        torch.manual_seed(harness.seed(str(number)))
-    for text in (str(-(2**63) - 1), str(2**64), "1.5", ""):
-        with pytest.raises(ValueError):
-            harness.seed(text)
-
-
 def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset_with_the_same_budget_and_seed(log):
     assert log(1.5) == "keep"
     assert log(1.5) == "discard"  # a tie is no gain
-    assert log(1.6) == "discard"
     assert log(1.4) == "keep"
-    assert log(0.0, description="try [2]", reason="norms [nan, 1.0]") == "crash"
+    assert log(0.0, "try [2]", reason="norms [nan, 1.0]") == "crash"
     assert log(1.3999999) == "discard"  # the same as written
     assert log(1.9, gpu="H100") == "keep"
     assert log(1.8, dataset="embedded-1") == "keep"
@@ -210,18 +199,15 @@ def test_keep_is_the_lowest_yet_on_the_same_gpu_and_dataset_with_the_same_budget
     header, *rows = log.path.read_text().splitlines(keepends=True)
     assert header == HEADER
     assert rows[0] == "abcdef0\t1.500000\t2.5\tdiscard\ttry\tT4\td\t300 s\t42\t39.3\t\t\trun\n"
-    assert rows[4] == "abcdef0\t0.000000\t0.0\tcrash\ttry [2]\tT4\td\t300 s\t42\t0.0\t\tnorms [nan, 1.0]\trun\n"
-    assert [row["by"] for row in harness.read_results(log.path)] == [
-        *["run"] * 9 + ["night"] * 2 + ["run"] * 2 + ["night"] * 2 + ["run"] * 6
-    ]
+    assert rows[3] == "abcdef0\t0.000000\t0.0\tcrash\ttry [2]\tT4\td\t300 s\t42\t0.0\t\tnorms [nan, 1.0]\trun\n"
+    by = [row["by"] for row in harness.read_results(log.path)]
+    assert by == ["run"] * 8 + ["night"] * 2 + ["run"] * 2 + ["night"] * 2 + ["run"] * 6
 
 
 ODD = ['tab\there "quoted', '"', "line\nbreak\r\n", "nul\0 \x1b[31mred", "é 你好 🙂", "\u2028\x85\ud800", "", "#1"]
 
 
-@pytest.mark.parametrize(
-    "subject", [*ODD, "LR 1 -> 2, seed 42", "x [2]", "y, test 1.234567", "z (train.py differs)", "a, again on 1234567"]
-)
+@pytest.mark.parametrize("subject", [*ODD, "LR 1 -> 2, seed 42", "y, test 1.234567", "z (train.py differs)"])
 def test_any_subject_makes_one_row_that_common_parsers_read_and_each_value_is_read_as_it_was_written(log, subject):
     values = dict(description=subject, gpu=f"H200, without FA3 as T4{subject}", budget="5e-06 M tokens", seed=-1)
     values |= dict(commit="abcdef0+", test_bpb=1.234567)
@@ -237,7 +223,6 @@ def test_any_subject_makes_one_row_that_common_parsers_read_and_each_value_is_re
     values |= {key: harness.clean(values[key]) for key in ("description", "gpu")}
     assert scored.items() >= (values | dict(reason="")).items()
     assert crashed.items() >= (values | dict(test_bpb=None, reason="exit status 1, seed 7 [x]")).items()
-    assert [type(scored[key]) for key in ("val_bpb", "memory_gb", "seed", "tokens_M")] == [float, float, int, float]
     assert subject in ODD[:-2] or scored["description"] == subject
 
 
@@ -247,24 +232,15 @@ def test_a_budget_has_one_name():
     assert harness.budget_name(None, 1_234_567_891) != harness.budget_name(None, 1_234_567_892)
 
 
-def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log, git, capsys):
-    """Excel's text: a byte order mark, its line ends, numbers as short as can be, quotes around commas, or decimal
-    commas."""
-    values = dict(gpu="NVIDIA H200, without FA3", dataset="corpus-1")
-    log(1.2, description="LR 0.04 -> 0.03, wider", **values)
-    log(1.3, description="plain", **values)
+def test_a_log_that_a_spreadsheet_has_saved_is_the_same_log(log):
+    """Excel's text: a byte order mark, its line ends, quotes around fields with commas, decimal commas."""
+    log(1.2, "LR 0.04 -> 0.03, wider", gpu="NVIDIA H200, without FA3", tokens_M=9.0)
     before = harness.read_results(log.path)
-    fields = [line.split("\t") for line in log.path.read_text().splitlines()]
-    fields = [
-        [re.sub(r"(\.\d*?)0+$", r"\1", f'"{f}"' if "," in f else f).removesuffix(".") for f in row] for row in fields
-    ]
-    text = "".join("\t".join(row) + "\r\n" for row in fields)
-    assert '"LR 0.04 -> 0.03, wider"\t"NVIDIA' in text and "\t1.2\t2.5\t" in text
-    for saved in (re.sub(r"\t(\d+)\.", r"\t\1,", text), text):  # decimal commas, too
-        log.path.write_bytes(saved.encode("utf-8-sig"))
-        assert harness.read_results(log.path) == before
-    assert log(1.25, **values) == "discard", "compared with what it was compared with before"
-    assert len(harness.read_results(log.path)) == 3 and not capsys.readouterr().err
+    text = re.sub(r"([^\t\n]*, [^\t\n]*)", r'"\1"', log.path.read_text())
+    text = text.replace("1.200000", "1,2").replace("2.5", "2,5").replace("9.0", "9").replace("\n", "\r\n")
+    log.path.write_bytes(text.encode("utf-8-sig"))
+    assert harness.read_results(log.path) == before
+    assert log(1.25, gpu="NVIDIA H200, without FA3") == "discard"
 
 
 def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_commit(tmp_path, monkeypatch, capsys):
@@ -276,25 +252,6 @@ def test_without_git_the_row_is_written_all_the_same_and_says_why_it_has_no_comm
     assert [(row["commit"], row["description"]) for row in harness.read_results()] == [("0000000", "")] * 2
     missing, none = capsys.readouterr().err.splitlines()
     assert "no commit in this row: [Errno 2]" in missing and "no commit in this row: fatal: not a git rep" in none
-
-
-def test_rows_logged_at_once_are_all_there_and_one_is_best(log):
-    def write(writer: int) -> None:
-        for i in range(25):
-            log(1 + (i * 7 + writer) % 26 / 100, description="x" * 500)
-
-    writers = [multiprocessing.get_context("fork").Process(target=write, args=[i]) for i in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0] * 4
-    assert len(log.path.read_text().splitlines()) == 101
-    rows, best = harness.read_results(log.path), math.inf
-    assert len(rows) == 100
-    for row in rows:  # each status follows from the rows above it: reading and appending are one step
-        assert row["status"] == ("keep" if row["val_bpb"] < best else "discard")
-        best = min(best, row["val_bpb"])
 
 
 # Log, of older columns
@@ -311,17 +268,13 @@ OLD_ROWS = {  # in eight columns: what it is
     "c\t1.100000\t2.5\tdiscard\tidea [2], test 2\tcpu, 60 s, report\td\t1.0": dict(
         commit="c", description="idea [2], test 2", seed=42, test_bpb=None, gpu="cpu", budget="60 s", status="report",
     ),
-    "d\t1.100000\t2.5\tkeep\t\tcpu, 5e-06 M tokens\td\t1.0": dict(
-        commit="d", description="", seed=42, gpu="cpu", budget="5e-06 M tokens", status="keep",
-    ),
     "f\t1.100000\t2.5\tdiscard\tidea [3]\tcpu\td\t1.0": dict(
         commit="f", description="idea [3]", seed=42, gpu="cpu", budget="300 s", status="discard", reason="",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("start", ["", "\ufeff"])
+@pytest.mark.parametrize(("start", "end"), [("", "\n"), ("\ufeff", "\r\n")])
 @pytest.mark.parametrize("half", ["", "e\t1.2", "\udcff\udcfe\0"])
 @pytest.mark.parametrize("header", [FIVE, EIGHT])
 def test_a_log_of_older_columns_is_read_and_moved_over_once_with_a_copy(log, capsys, header, half, start, end):
@@ -333,10 +286,10 @@ def test_a_log_of_older_columns_is_read_and_moved_over_once_with_a_copy(log, cap
     for row, expected in zip(before, OLD_ROWS.values(), strict=True):
         wanted = expected if header == EIGHT else dict(commit=row["commit"], gpu="", budget="300 s", seed=42)
         assert {key: row[key] for key in wanted} == wanted and row["by"] == ""
-    assert log(1.0, description="now") == "keep" and log(1.05, description="now") == "discard"
+    assert log(1.0, "now") == "keep" and log(1.05, "now") == "discard"
     assert harness.read_results(log.path)[:-2] == before
     text = log.path.read_bytes().decode("utf-8", "surrogateescape")
-    assert text.startswith(HEADER) and text.endswith("\trun\n") and (half in text)
+    assert text.startswith(HEADER) and text.endswith("\trun\n") and half in text
     (copy,) = log.path.parent.glob("results.tsv.*")
     assert copy.read_bytes() == old and capsys.readouterr().err.count(copy.name) == 1
 
@@ -348,9 +301,9 @@ def test_a_log_of_older_columns_is_read_and_moved_over_once_with_a_copy(log, cap
 @pytest.mark.parametrize(
     "content",
     [
-        *("", HEADER, HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")),
+        *("", HEADER[:-1], HEADER + ROW, (HEADER + ROW)[:-1], (HEADER + ROW).replace("\n", "\r\n")),
         *(HEADER + ROW + garbage for garbage in ("half a row\t1.0", "\udcff\udcfe\0\0", "\n\n\n", "x" * 10**6)),
-        *(HEADER + ROW + ROW[:n] for n in (20, 40, 50)),  # torn, with as many fields as an older log has
+        HEADER + ROW + ROW[:40],  # torn, with as many fields as an older log has
         HEADER + ROW + ROW.replace("1.200000", "nan"),
     ],
     ids=lambda content: repr(content[-20:]),
@@ -358,48 +311,30 @@ def test_a_log_of_older_columns_is_read_and_moved_over_once_with_a_copy(log, cap
 def test_the_row_comes_in_a_line_of_its_own_after_whatever_there_is(log, content, start):
     content = start + content if content else ""
     log.path.write_bytes(content.encode(errors="surrogateescape"))
-    assert log(1.1, description="now") == "keep"
+    assert log(1.1, "now") == "keep"
     text = log.path.read_bytes().decode(errors="surrogateescape")
     assert text.startswith(content or HEADER) and text.endswith("\n" + NOW)
-    rows = harness.read_results(log.path)
-    assert [row["description"] for row in rows] == ["before"] * (ROW[:-1] in content) + ["now"]
-
-
-@pytest.mark.parametrize("content", [ROW, "my notes\n", None])
-def test_a_file_that_refuses_the_row_is_left_alone_and_the_row_goes_to_stderr(log, capsys, content):
-    if content is None:
-        log.path.mkdir()
-    else:
-        log.path.write_text(content)
-    assert log(1.1, description="now") == "keep"
-    assert log.path.is_dir() if content is None else log.path.read_text() == content
-    error = capsys.readouterr().err
-    assert re.search(r"cannot take this row .*, it is nowhere else:\n", error) and error.endswith(NOW)
+    assert described(log) == ["before"] * (ROW[:-1] in content) + ["now"]
 
 
 def test_half_a_row_is_never_written(log):
     """The file may grow by 20 bytes only."""
     log.path.write_text(HEADER + ROW * 20)
     size, fields = log.path.stat().st_size, "val_bpb=1, memory_gb=1, gpu='T4', dataset='d', commit='c', description='d'"
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))
-
     command = [sys.executable, "-B", "-c", f"import harness; harness.log_result({fields}, path={str(log.path)!r})"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, size + 20))  # noqa: E731
     run = subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 0 and "cannot take this row" in run.stderr, run.stderr
     assert log.path.read_text() == HEADER + ROW * 20
 
 
 def test_a_lock_that_is_never_given_back_does_not_hang_the_log_and_it_says_so(log, monkeypatch, capsys):
-    import fcntl
-
     log.path.write_text(HEADER)
     clock = itertools.count(0, 4)
     monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     with open(log.path) as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        assert log() == "keep"
+        log()
     assert len(harness.read_results(log.path)) == 1
     assert "writing without the lock" in capsys.readouterr().err and next(clock) > 60
 
@@ -417,30 +352,19 @@ def test_exported_git_variables_do_not_lead_to_another_repository(tmp_path, monk
     for name in local:
         monkeypatch.setenv(name, str(other / ".git"))
     assert harness.git_head()[1] == "ours"
-    assert harness.run_git("log", "-1", "--format=%s").stdout == b"ours\n"
     harness.run_git("update-ref", "refs/heads/new", "HEAD")  # what GIT_QUARANTINE_PATH forbids, in a hook
     assert not local & harness.clean_environment().keys()
 
 
-@pytest.mark.parametrize("folder", ["writable", "read-only"])
-def test_a_log_that_is_mounted_is_edited_in_place(log, folder):
-    """As in a container: another file cannot take its place."""
-    log(1.2, description="é" * 50), log(1.3)
-    mounts = [f"mount --bind {path} {path}" for path in (log.path.parent, log.path)]
-    mounts += [f"mount -o remount,bind,ro {log.path.parent}"] * (folder == "read-only")
-    try:
-        if subprocess.run(["sh", "-ec", "\n".join(mounts)], capture_output=True).returncode:
-            pytest.skip("may not mount")
-        with harness.edit_log(log.path) as rows:
-            rows[0]["status"] = "discard"
-            del rows[1]
-        (row,) = harness.read_results(log.path)
-        assert row["status"] == "discard" and log.path.read_text().count("\n") == 2
-        log(1.1)
-        assert len(harness.read_results(log.path)) == 2
-    finally:
-        subprocess.run(["umount", log.path, log.path.parent], capture_output=True)
-    assert [path.name for path in log.path.parent.iterdir()] == ["results.tsv"]
+def test_a_log_is_edited_in_place(log):
+    """In a container it may be mounted: another file cannot take its place."""
+    log(1.2, "é" * 50), log(1.3)
+    inode = log.path.stat().st_ino
+    with harness.edit_log(log.path) as rows:
+        rows[0]["status"] = "discard"
+        del rows[1]
+    assert log.path.read_text().count("\n") == 2 and harness.read_results(log.path)[0]["status"] == "discard"
+    assert log.path.stat().st_ino == inode and [*log.path.parent.iterdir()] == [log.path]
 
 
 # The journal
@@ -469,15 +393,9 @@ def test_a_row_is_on_disk_when_the_run_is_told_its_status(log, git, synced):
     assert dict(synced)[journal] == journal.read_bytes() and log.path.read_bytes() in dict(synced).values()
 
 
-def described(log) -> list[str]:
-    return [row["description"] for row in harness.read_results(log.path)]
-
-
-@pytest.mark.parametrize(
-    "script", ["reset -q --hard", "stash -q", "checkout -q .", "restore .", "checkout -q -f --detach HEAD"]
-)
+@pytest.mark.parametrize("script", ["reset -q --hard", "stash -q", "checkout -q -f --detach HEAD"])
 def test_rows_that_git_takes_from_the_log_are_put_back_in_their_order_and_it_says_so(log, git, capsys, script):
-    log(1.3, description="a"), log(1.2, description="b"), log(1.25, description="c")
+    log(1.3, "a"), log(1.2, "b"), log(1.25, "c")
     with harness.edit_log(log.path) as rows:
         rows[0] |= dict(status="discard", by="night")
         rows.append(rows.pop(1))
@@ -488,16 +406,16 @@ def test_rows_that_git_takes_from_the_log_are_put_back_in_their_order_and_it_say
     found = re.search("results.tsv has lost 3 rows, put back from (.*): ", capsys.readouterr().err)
     assert open(found[1]).read().startswith(HEADER), "a log by itself"
     git(*script.split())
-    log(1.1, description="d")  # who writes puts them back, too
+    log(1.1, "d")  # who writes puts them back, too
     assert log.path.read_text().startswith(text) and described(log) == ["a", "c", "b", "d"]
-    assert described(log) == ["a", "c", "b", "d"] and capsys.readouterr().err.count("has lost") == 1
+    assert capsys.readouterr().err.count("has lost") == 1
 
 
 def test_only_what_is_lost_is_put_back_with_a_persons_word_and_equal_rows_are_counted(log, git):
     for name in ("a", "a", "b"):
-        log(1.3, description=name, commit=7 * name)
+        log(1.3, name, commit=7 * name)
     git("commit", "-qam", "rows")
-    log(1.2, description="c")
+    log(1.2, "c")
     with harness.edit_log(log.path) as rows:
         rows[2] |= dict(status="keep", by="person")
     git("reset", "-q", "--hard")
@@ -512,63 +430,63 @@ def test_only_what_is_lost_is_put_back_with_a_persons_word_and_equal_rows_are_co
 
 
 def test_a_log_that_was_moved_away_begins_anew_also_if_it_comes_back(log, git, capsys):
-    log(1.3, description="a")
+    log(1.3, "a")
     old = log.path.rename(log.path.with_name("results.tsv.before"))
     assert described(log) == []
-    log(1.4, description="b")
+    log(1.4, "b")
     assert described(log) == ["b"] and "results.tsv is gone: a new one begins" in capsys.readouterr().err
     git("checkout", "-q", ".")
     assert described(log) == ["b"], "and nothing of the night before"
     old.rename(log.path)
     assert described(log) == ["a"], "another log is not mixed with it"
-    log(1.2, description="c")
+    log(1.2, "c")
     git("checkout", "-q", ".")
     assert described(log) == ["a", "c"]
 
 
 def test_each_worktree_has_a_journal_of_its_own_and_a_folder_within_a_repository_too(log, git, tmp_path):
-    log(1.3, description="a")
+    log(1.3, "a")
     git("worktree", "add", "-q", "other")
     (tmp_path / "sub").mkdir()
     for folder in (tmp_path / "other", tmp_path / "sub"):
         path = folder / "results.tsv"
         path.write_text(HEADER)
         assert harness.read_results(path) == []
-        log(1.2, path=path, description="b")
+        log(1.2, "b", path)
         path.write_text(HEADER)
         assert [row["description"] for row in harness.read_results(path)] == ["b"]
     assert described(log) == ["a"]
 
 
 def test_a_row_that_the_file_cannot_take_waits_in_the_journal_and_is_put_back(log, git, capsys):
-    log(1.3, description="a")
+    log(1.3, "a")
     text = log.path.read_text()
     log.path.write_text("my notes\n")
-    assert log(1.2, description="b") == "keep" and log(1.25, description="c") == "discard"
+    assert log(1.2, "b") == "keep" and log(1.25, "c") == "discard"
     assert log.path.read_text() == "my notes\n" and "it waits in " in capsys.readouterr().err
     assert described(log) == ["a", "b", "c"], "for whoever reads"
     log.path.write_text(text)
     assert described(log) == ["a", "b", "c"] and log.path.read_text().count("\n") == 4
 
 
-@pytest.mark.parametrize("fault", ["a folder", "a link to nowhere", "half a line"])
+@pytest.mark.parametrize("fault", ["a folder", "half a line"])
 def test_a_journal_that_cannot_be_written_or_read_costs_no_row(log, git, capsys, fault):
-    log(1.4, description="start"), log(1.3, description="a")
+    log(1.4, "start"), log(1.3, "a")
     (journal,) = (log.path.parent / ".git").glob("*.journal")
     if fault == "half a line":
         journal.write_bytes(journal.read_bytes()[:-20] + b"\xff")
     else:
         journal.unlink()
-        journal.mkdir() if fault == "a folder" else journal.symlink_to("/no/such/disk")
-    log(1.2, description="b")
+        journal.mkdir()
+    log(1.2, "b")
     assert described(log) == ["start", "a", "b"]
-    if fault != "half a line":
+    if fault == "half a line":
+        git("reset", "-q", "--hard")
+        assert described(log) == ["start", "a", "b"]
+    else:
         log.path.write_text("my notes\n")
         log(1.1)
         assert ", it is nowhere else:\n" in capsys.readouterr().err
-    else:
-        git("reset", "-q", "--hard")
-        assert described(log) == ["start", "a", "b"]
 
 
 def write_files(folder, **texts: str) -> None:
@@ -593,9 +511,7 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
         assert harness.git_head() == (f"{commit}+", f"{subject} (uncommitted: {name.replace('__', '/')}.py)")
         write_files(folder, **{name: "1\n"})
     (folder / "harness" / "notes.txt").write_text("no code\n")
-    (folder / "harness" / ".ipynb_checkpoints").mkdir()
-    for name in (".ipynb_checkpoints/clock-checkpoint.py", "._clock.py"):
-        (folder / "harness" / name).write_text("# an editor's\n")
+    (folder / "harness" / "._clock.py").write_text("# an editor's\n")
     git("config", "core.autocrlf", "true")
     (folder / "train.py").write_text("1\r\n")
     assert harness.git_head() == (commit, subject)
@@ -604,9 +520,7 @@ def test_a_run_of_files_that_are_not_committed_names_them_and_has_a_commit_of_it
     assert harness.git_head() == (f"{commit}+", f"{subject} (uncommitted: harness/new.py)")
 
 
-def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_told_from_the_commit(
-    log, git, monkeypatch
-):
+def test_modules_that_train_py_imports_and_a_copy_that_runs_are_told_from_the_commit(log, git, monkeypatch):
     """Other scripts, and folders in which a logger of that name leaves its files, are not."""
     monkeypatch.setattr(harness, "RESULTS", log.path)
     folder, description = log.path.parent, lambda: harness.git_head()[1]
@@ -615,9 +529,8 @@ def test_modules_that_train_py_imports_and_a_copy_of_it_that_runs_instead_are_to
     (folder / "wandb").mkdir()
     (folder / "wandb" / "log.txt").write_text("import plots\n")
     write_files(folder, plots="# no part of a run\n")
-    assert harness.git_head() == (commit := git("rev-parse", "HEAD")[:7], "split")
+    assert description() == "split"
     write_files(folder, models__gpt="def build():\n    from constants import WIDTH\n")
-    assert harness.git_head() == (f"{commit}+", "split (uncommitted: models/gpt.py)")
     write_files(folder, constants="from models.gpt import build\nWIDTH = 1\n")
     assert description() == "split (uncommitted: constants.py, models/gpt.py)"
     git("add", "."), git("commit", "-qm", "split")

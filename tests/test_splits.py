@@ -2,16 +2,14 @@
 
 import hashlib
 import itertools
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
-from small_corpus import ROOT, texts, tree, write_climbmix, write_corpus, write_parquet
+from small_corpus import texts, tree, write_parquet
 
 import prepare
 from prepare import PrepareError, Tokenizer
@@ -32,10 +30,9 @@ def splits_of(folder: Path) -> dict[str, list[str]]:
     """The documents of each split, back from its tokens."""
     tokenizer, splits = Tokenizer.from_directory(folder), {}
     for split in ("train", "val", "test"):
-        tokens = np.array(tokens_of(folder, split))
-        starts = np.flatnonzero(tokens == tokenizer.get_bos_token_id())
-        assert starts[0] == 0
-        splits[split] = [tokenizer.decode(ids[1:].tolist()) for ids in np.split(tokens, starts[1:])]
+        first, *documents = tokenizer.decode(tokens_of(folder, split)).split("<|reserved_0|>")
+        assert first == ""
+        splits[split] = documents
     return splits
 
 
@@ -67,48 +64,77 @@ def test_tinystories_first_ten_thousand_are_test_the_next_validation_and_more_sh
     write_parquet(cache / "tinystories" / "raw" / "tinystories_gpt4_clean.parquet", numbered(0, 21_000))
     expected = {"test": numbered(0, 10_000), "val": numbered(10_000, 20_000), "train": numbered(20_000, 21_000)}
     assert splits_of(prepare.prepare("tinystories", 1)) == expected
-    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: use a smaller --num-shards"):
+    with pytest.raises(PrepareError, match=r"no text left for train_00001\.bin: give a smaller --num-shards"):
         prepare.prepare("tinystories", 2)
-    parts = prepare.source_parts("tinystories", 11)
-    cuts = [(start, stop) for _, start, stop in parts]
+    cuts = [(start, stop) for _, start, stop in prepare.source_parts("tinystories", 11)]
     assert cuts[0][0] == 0 and [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
     assert cuts[-1][0] < 2_732_634 <= cuts[-1][1]  # as many stories as there are
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_text_in_another_encoding_is_refused(tmp_path, encoding):
-    (tmp_path / "a.txt").write_text("naïve\n" * 100, encoding)
-    with pytest.raises(PrepareError, match=r"a\.txt is not UTF-8: convert it"):
-        prepare.prepare(str(tmp_path))
-
-
-def test_a_folder_with_a_test_file_tests_on_it_and_validates_on_the_last_file(tmp_path):
-    names = ("a", "b", "zzz", "shard_06541", "shard_06542")
-    for i in (4, 2, 3, 1, 0):
-        write_parquet(tmp_path / "data" / f"{names[i]}.parquet", numbered(40 * i, 40 * i + 40))
-    splits = splits_of(prepare.prepare(str(tmp_path / "data"), 9))  # of which there are three
-    assert splits == {"train": numbered(0, 120), "test": numbered(120, 160), "val": numbered(160, 200)}
-    for name in names[:3]:
-        (tmp_path / "data" / f"{name}.parquet").unlink()
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits["val"] == own_splits(numbered(120, 200))["val"], "without any other file: a folder like others"
-
-
-def test_climbmixs_files_without_the_test_file_test_on_the_five_percent_before_the_last_one(tmp_path):
-    """Of 380 documents 19."""
-    cuts = {"shard_00000": (0, 90), "shard_00001": (90, 200), prepare.VAL_FILE[:-8]: (200, 380)}
-    for name, (first, last) in cuts.items():
+@pytest.mark.parametrize(
+    ("ends", "num_shards", "train", "test"),
+    [
+        (dict(a=40, b=80, zzz=120, shard_06541=160, shard_06542=200), 9, 120, 120),
+        # without the test file: the last 5% before val, or the whole file if it has fewer
+        (dict(shard_00000=90, shard_00001=200, shard_06542=380), None, 181, 181),
+        (dict(shard_00000=90, shard_00001=200, shard_06542=380), 1, 90, 181),
+        (dict(shard_00000=90, shard_00001=95, shard_06542=275), None, 90, 90),
+    ],
+)
+def test_climbmixs_files_in_a_folder_are_train_test_and_validation_in_order(tmp_path, ends, num_shards, train, test):
+    *_, begin, end = ends.values()
+    for (name, last), first in zip(ends.items(), [0, *ends.values()], strict=False):
         write_parquet(tmp_path / "data" / f"{name}.parquet", numbered(first, last))
-    expected = {"train": numbered(0, 181), "test": numbered(181, 200), "val": numbered(200, 380)}
-    assert splits_of(prepare.prepare(str(tmp_path / "data"))) == expected
-    fewer = prepare.prepare(str(tmp_path / "data"), 1)  # val and test do not depend on the number of train shards
-    assert splits_of(fewer) == expected | {"train": numbered(0, 90)}
-    write_parquet(tmp_path / "data" / "shard_00001.parquet", numbered(90, 95))  # fewer than 5%: all of it is test
-    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
-    assert splits == {"train": numbered(0, 90), "test": numbered(90, 95), "val": numbered(200, 380)}
-    (tmp_path / "data" / "shard_00000.parquet").unlink()
-    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*give more"):
+    splits = splits_of(prepare.prepare(str(tmp_path / "data"), num_shards))
+    assert splits == {"train": numbered(0, train), "test": numbered(test, begin), "val": numbered(begin, end)}
+
+
+def test_climbmixs_files_are_too_few_without_one_for_train(tmp_path):
+    write_parquet(tmp_path / "data" / "shard_06542.parquet", numbered(100, 200))
+    write_parquet(tmp_path / "data" / "shard_00000.parquet", numbered(0, 5))
+    with pytest.raises(PrepareError, match=r"no text left for train_00000\.bin: .*more"):
         prepare.prepare(str(tmp_path / "data"))
+    (tmp_path / "data" / "shard_00000.parquet").rename(tmp_path / "data" / "shard_06541.parquet")
+    splits = splits_of(prepare.prepare(str(tmp_path / "data")))
+    documents = [*numbered(0, 5), *numbered(100, 200)]
+    assert splits["val"] == own_splits(documents)["val"], "without any other file: a folder like others"
+
+
+def test_the_embedded_documents_are_each_module_of_the_standard_library_once(cache, tmp_path, monkeypatch):
+    """In the order of the hashes of their names, without tests and installed packages."""
+    root, modules = tmp_path / "python", {}
+    for i, document in enumerate(numbered(0, 117)):
+        name = {1: "json/", 2: "site-packages/numpy/", 3: "json/test/"}.get(i % 11, "") + f"m{i}.py"
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("\ufeff" + document)
+        if i % 11 not in (2, 3):
+            modules[name] = document
+    (root / "json/__init__.py").touch()
+    (root / "README.txt").write_text("no module")
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.get)
+    splits = splits_of(prepare.prepare("embedded", 5))
+    in_order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert splits["train"] + splits["test"] + splits["val"] == [modules[name] for name in in_order]
+    assert [len(splits[split]) for split in ("train", "test", "val")] == [87, 4, 4]
+    for name in in_order[5:]:
+        (root / name).unlink()
+    assert splits_of(prepare.prepare("embedded")) == splits  # another Python, not another text
+    shutil.rmtree(cache)
+    splits = splits_of(prepare.prepare("embedded"))
+    assert [len(splits[split]) for split in ("train", "test", "val")] == [3, 1, 1]
+
+
+def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
+    """Batches of three documents here: a target more than one of them holds takes a second one."""
+    for name in ("a", "shard_06541", "shard_06542"):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", ["word " * 20_000] * 8)
+    whole = prepare.prepare(str(tmp_path / "data"))
+    document = len(tokens_of(whole, "val")) // 8
+    for targets, batches in ((3 * document - 1, 1), (3 * document, 2)):
+        monkeypatch.setattr(prepare, "EVAL_TOKENS", targets)
+        folder = prepare.prepare(str(tmp_path / "data"))
+        assert len(tokens_of(folder, "val")) == len(tokens_of(folder, "test")) == 3 * batches * document
+        assert tokens_of(folder, "train") == tokens_of(whole, "train")
 
 
 # A folder of one's own
@@ -121,20 +147,26 @@ def own_splits(documents: list[str]) -> dict[str, list[str]]:
     return {"train": documents[2 * n :], "val": documents[:n], "test": documents[n : 2 * n]}
 
 
-def test_the_hash_of_its_text_decides_which_split_a_document_is_in(tmp_path):
+def test_the_hash_of_its_text_decides_which_split_a_document_is_in(tmp_path, capsys):
     """However the documents are spread over files, subfolders and kinds of file, with a byte order mark or without; a
-    document that comes twice stays in one split. The tokenizer is the same, too, so it has learnt from all of them."""
+    document that comes twice stays in one split. The tokenizer is the same, too, so it has learnt from all of them.
+    What is not read is named, unless it is hidden."""
     documents, folder = numbered(0, 600), tmp_path / "data"
     expected = own_splits(documents)
     write_parquet(folder / "all.parquet", documents)
     whole = prepare.prepare(str(folder))
     (folder / "all.parquet").unlink()
     write_texts(folder / "sub" / "sub", *(["\ufeff" + document] for document in documents[:300]))
+    (folder / "sub" / "sub" / "000.txt").rename(folder / "A.TXT")
     write_parquet(folder / "shard_06541.parquet", [*documents[450:], *documents[:20]])
-    write_parquet(folder / "z.parquet", ["", *("\ufeff" + document for document in documents[300:450])])
-    write_texts(folder / ".git", ["none of this"])
+    write_parquet(folder / "z.PARQUET", ["", None, *("\ufeff" + document for document in documents[300:450])])
     (folder / "empty.txt").touch()
+    for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/a.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("none of this")
+    (folder / "linked").symlink_to(write_texts(tmp_path / "elsewhere", ["nor this"]))
     spread = prepare.prepare(str(folder))
+    assert f"in {folder}, not read (3): linked, notes.md, sub/c.jsonl\n" in capsys.readouterr().out
     for found in splits_of(whole), splits_of(spread):
         assert {split: set(texts) for split, texts in found.items()} == {s: set(e) for s, e in expected.items()}
     assert sum(map(len, splits_of(whole).values())) == 600 and sum(map(len, splits_of(spread).values())) == 620
@@ -143,22 +175,15 @@ def test_the_hash_of_its_text_decides_which_split_a_document_is_in(tmp_path):
     assert vocabulary[0] > 320 and abs(vocabulary[1] - vocabulary[0]) < 5
 
 
-def test_names_and_times_of_files_do_not_matter_but_their_text_does(tmp_path, monkeypatch):
+def test_names_of_files_do_not_matter_but_their_text_does(tmp_path, monkeypatch):
     folder = write_texts(tmp_path / "data", numbered(0, 100), numbered(100, 200))
     before = prepare.prepare(str(folder))
-    os.utime(folder / "000.txt", (1, 1))
-    (folder / "sub").mkdir()
-    (folder / "000.txt").rename(folder / "sub" / "zzz.txt")
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "documents", None)  # nothing is read again
-        assert prepare.prepare(str(folder)) == before
+    (folder / "000.txt").rename(folder / "zzz.txt")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "another cache"))
-    assert prepare.prepare(str(folder)).name == before.name and tree(prepare.current_dataset()) == tree(before)
-    text = (folder / "001.txt").read_text()
-    (folder / "001.txt").write_text(text.replace("Document 150", "Document 15O"))
-    os.utime(folder / "001.txt", (1, 1))
     after = prepare.prepare(str(folder))
-    assert after != before and prepare.dataset_id(after) != prepare.dataset_id(before)
+    assert after.name == before.name and tree(after) == tree(before)
+    (folder / "001.txt").write_text((folder / "001.txt").read_text().replace("Document 150", "Document 15O"))
+    assert prepare.prepare(str(folder)).name != before.name
 
 
 def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_it_takes(tmp_path, monkeypatch):
@@ -175,16 +200,17 @@ def test_the_tokenizer_learns_from_all_files_even_where_there_is_more_text_than_
 
 
 def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
+    """A mapped file counts as an open one."""
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 80)
     documents, folder = numbered(0, 300), tmp_path / "data"
     write_texts(folder, documents[:200], documents[200:])
     directory = prepare.prepare(str(folder))
     tokenizer = Tokenizer.from_directory(directory)
     stream = prepare.TokenStream(tokenizer, "train")
-    shards = [tokenizer.decode(list(stream.shard(i))) for i in range(len(stream.ends))]
-    shards = [shard.split("<|reserved_0|>")[1:] for shard in shards]
-    sizes, train = [len("".join(shard)) for shard in shards], [document for shard in shards for document in shard]
-    assert len(sizes) >= 8 and all(940 < size < 1060 for size in sizes[1:-1]) and max(sizes) < 1060
+    shards = [tokenizer.decode(stream.shard(i)).split("<|reserved_0|>")[1:] for i in range(len(stream.ends))]
+    assert len(shards) > 110 and Path("/proc/self/maps").read_text().count("train_") <= 100
+    train = list(itertools.chain(*shards))
+    assert all(80 <= len("".join(shard)) < 130 for shard in shards[:-1])
     assert set(train) == set(own_splits(documents)["train"])
     fewer = prepare.prepare(str(folder), 3)
     assert splits_of(fewer) == splits_of(directory) | {"train": train[: sum(map(len, shards[:3]))]}
@@ -192,48 +218,21 @@ def test_a_folder_of_ones_own_is_cut_into_shards_of_one_size(tmp_path, monkeypat
     assert prepare.prepare(str(folder)) == fewer  # the number of shards stays until another one is asked for
 
 
-def test_a_few_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path):
-    for count in (3, 10, 50):
-        splits = splits_of(prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count)))))
+@pytest.mark.parametrize("count", [2, 3, 10, 50])
+def test_three_documents_are_split_in_three_all_the_same_and_fewer_are_refused(tmp_path, count):
+    folder = str(write_texts(tmp_path / "data", numbered(0, count)))
+    with pytest.raises(PrepareError, match="2 different documents are too few") if count < 3 else nullcontext():
+        splits = splits_of(prepare.prepare(folder))
         assert all(splits.values()) and sorted(itertools.chain(*splits.values())) == sorted(numbered(0, count))
-    for count in (0, 1, 2):
-        with pytest.raises(PrepareError, match=f"{count} different documents are too few"):
-            prepare.prepare(str(write_texts(tmp_path / str(count), numbered(0, count))))
-
-
-def novel(first: int, chars: int) -> str:
-    lines = (f"Line {i} of a novel, whose square is {i * i}.\n" for i in itertools.count(first))
-    return "".join(next(prepare.batches(lines, chars))).strip("\n")
 
 
 def test_a_novel_is_split_by_long_spans(tmp_path):
     """Validation and test are one span each, of 5%, in one piece: no page of theirs lies between two of train."""
-    text, folder = novel(0, 600_000), tmp_path / "data"
-    write_texts(folder, [text])
-    splits = {split: "".join(pages) for split, pages in splits_of(prepare.prepare(str(folder))).items()}
+    text = "".join(f"Line {i} of a novel, whose square is {i * i}.\n" for i in range(13_000))[:600_000]
+    folder = prepare.prepare(str(write_texts(tmp_path / "data", [text])))
+    splits = {split: "".join(pages) for split, pages in splits_of(folder).items()}
     assert sorted(len(splits[split]) // 10_000 for split in ("val", "test")) in ([3, 3], [0, 3])
     assert splits["val"] in text and splits["test"] in text and sum(map(len, splits.values())) == len(text)
-
-
-def test_names_may_be_in_capitals_and_whatever_is_not_read_is_named_unless_hidden(tmp_path, capsys):
-    documents, folder = numbered(0, 90), tmp_path / "data"
-    write_texts(folder, documents[:30])
-    (folder / "000.txt").rename(folder / "A.TXT")
-    write_parquet(folder / "B.PARQUET", documents[30:])
-    for name in ("notes.md", "sub/c.jsonl", "sub/.hidden.txt", ".git/a.txt", "linked/d.txt"):
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(name)
-    (folder / "linked").rename(tmp_path / "elsewhere")
-    (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    splits = splits_of(prepare.prepare(str(folder)))
-    assert sorted(itertools.chain(*splits.values())) == sorted(documents)
-    named = f"in {folder}, not read (3): linked, notes.md, sub/c.jsonl\n"
-    assert named in capsys.readouterr().out
-    write_corpus(tmp_path / "corpus")
-    (tmp_path / "corpus" / "more.txt").write_text("more")
-    write_parquet(tmp_path / "corpus" / "sub" / "more.parquet", documents)
-    prepare.prepare(str(tmp_path / "corpus"))
-    assert f"in {tmp_path / 'corpus'}, not read (2): more.txt, sub/more.parquet\n" in capsys.readouterr().out
 
 
 def test_a_cache_inside_of_the_folder_is_not_part_of_the_text(tmp_path, monkeypatch):
@@ -244,95 +243,20 @@ def test_a_cache_inside_of_the_folder_is_not_part_of_the_text(tmp_path, monkeypa
     assert prepare.prepare(str(tmp_path / "data" / "cache" / "of_mine"))
 
 
-@pytest.mark.slow
-def test_more_shards_than_open_files_are_allowed_work_and_the_limit_stays(tmp_path, monkeypatch):
-    """Two passes over all shards, each of which counts as an open file while it is mapped."""
-    monkeypatch.setattr(prepare, "SHARD_CHARS", 40)
-    folder = prepare.prepare(str(write_texts(tmp_path / "data", numbered(0, 250))))
-    code = """import prepare, resource
-stream = prepare.TokenStream(prepare.Tokenizer.from_directory(), "train")
-ids = [stream.read(int(start), 1)[0] for _ in "12" for start in stream.ends - 1]
-print(len(stream.ends), sum(map(int, ids)), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"""
-    shutil.copy(ROOT / "prepare.py", tmp_path)
-    command = ["bash", "-c", 'ulimit -Sn 150; exec "$@"', "-", sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    shards, total, limit = map(int, run.stdout.split())
-    ends = prepare.TokenStream(Tokenizer.from_directory(folder), "train").ends
-    train = tokens_of(folder, "train")
-    assert shards > 180 and limit == 150 and total == 2 * sum(train[end - 1] for end in ends)
-
-
-def test_the_embedded_corpus_is_each_module_of_the_standard_library_once(tmp_path, monkeypatch):
-    """In the order of the hashes of their names, without tests and installed packages."""
-    root, modules = tmp_path / "python", {}
-    folders = {1: "json/", 2: "site-packages/numpy/", 3: "json/test/"}
-    for i, document in enumerate(numbered(0, 117)):
-        name = f"{folders.get(i % 11, '')}m{i}.py"
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(document)
-        if i % 11 not in (2, 3):
-            modules[name] = document
-    (root / "json/__init__.py").touch()
-    (root / "README.txt").write_text("no module")
-    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.get)
-    splits = splits_of(prepare.prepare("embedded", 5))
-    in_order = sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert splits["train"] + splits["test"] + splits["val"] == [modules[name] for name in in_order]
-    assert [len(splits[split]) for split in ("train", "test", "val")] == [87, 4, 4]
-    for name in in_order[5:]:
-        (root / name).unlink()
-    assert splits_of(prepare.prepare("embedded")) == splits  # another Python, not another text
-    shutil.rmtree(tmp_path / "cache")
-    splits = splits_of(prepare.prepare("embedded"))
-    assert [len(splits[split]) for split in ("train", "test", "val")] == [3, 1, 1]
-
-
-def test_documents_come_in_order_from_many_batches_in_many_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 3)
-    documents = [f"{i} " + "and so on " * (27_000 if i % 3 else 9_000) for i in range(40)]  # 30 batches
-    write_parquet(tmp_path / "data" / "a.parquet", documents)
-    for name in (prepare.TEST_FILE, prepare.VAL_FILE):
-        write_parquet(tmp_path / "data" / name, ["the last file"])
-    assert splits_of(prepare.prepare(str(tmp_path / "data")))["train"] == documents
-
-
-def test_val_and_test_hold_what_the_metric_scores_and_little_more(tmp_path, monkeypatch):
-    """Batches of three documents here: a target more than one of them holds takes a second one."""
-    for name in ("a", "shard_06541", "shard_06542"):
-        write_parquet(tmp_path / "data" / f"{name}.parquet", ["word " * 20_000] * 8)
-    whole = prepare.prepare(str(tmp_path / "data"))
-    document = len(tokens_of(whole, "val")) // 8
-    for targets, batches in ((3 * document - 1, 1), (3 * document, 2)):
-        monkeypatch.setattr(prepare, "EVAL_TOKENS", targets)
-        folder = prepare.prepare(str(tmp_path / "data"))
-        assert len(tokens_of(folder, "val")) == len(tokens_of(folder, "test")) == 3 * batches * document
-        assert tokens_of(folder, "train") == tokens_of(whole, "train")
-
-
 # The fingerprint
 
 
 def test_dataset_id_changes_with_any_document_of_train_or_val_and_with_nothing_else(tmp_path):
-    def id_after(name: str = "", change=lambda documents: documents, folder: str = "data") -> str:
-        for seed in (0, 1, 2, 6541, 6542):
-            documents = texts(seed, count=20)
-            file = f"shard_{seed:05d}.parquet"
-            write_parquet(tmp_path / folder / file, change(documents) if file == name else documents)
-        return prepare.dataset_id(prepare.prepare(str(tmp_path / folder)))
+    def id_after(name: str = "", change=list) -> str:
+        for seed in (0, 1, 6541, 6542):
+            file, documents = f"shard_{seed:05d}.parquet", texts(seed, count=20)
+            write_parquet(tmp_path / "data" / file, change(documents) if file == name else documents)
+        return prepare.dataset_id(prepare.prepare(str(tmp_path / "data")))
 
-    before, seen = id_after(), set()
-    assert before.startswith("data-") and len(before) == len("data-1a2b3c4d")
-    changes = lambda d: [*d[:-1], d[-1] + " other"], lambda d: d[:-1], lambda d: [d[1], d[0], *d[2:]]
-    for file in ("shard_00000.parquet", "shard_00001.parquet", prepare.VAL_FILE):
-        seen |= {id_after(file, change) for change in changes}
-    assert len(seen) == 9 and before not in seen
-    for change in changes:
-        assert id_after(prepare.TEST_FILE, change) == before
-    assert id_after(folder="elsewhere/data") == before
-    id_after()
-    for old, new in (1, 3), (2, 1), (3, 2):  # the second and the third file change places
-        (tmp_path / "data" / f"shard_{old:05d}.parquet").rename(tmp_path / "data" / f"shard_{new:05d}.parquet")
-    assert prepare.dataset_id(prepare.prepare(str(tmp_path / "data"))) not in {before, *seen}
+    before, changes = id_after(), (lambda d: [*d[:-1], d[-1] + " other"], lambda d: d[:-1], lambda d: d[::-1])
+    seen = {id_after(file, change) for file in ("shard_00001.parquet", prepare.VAL_FILE) for change in changes}
+    assert len(seen) == 6 and before not in seen
+    assert [id_after(prepare.TEST_FILE, change) for change in changes] == [before] * 3
 
 
 def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_scored(prepared, monkeypatch):
@@ -349,56 +273,39 @@ def test_an_edited_eval_tokens_changes_the_id_exactly_where_it_changes_what_is_s
     assert len({ids[total], ids[total - 1], ids[1000]}) == 3
 
 
-CONSTANTS = dict(VOCAB_SIZE=300, EVAL_TOKENS=1000, SPLIT_PATTERN=r"\s+|\S", SPECIAL_TOKENS=["<|bos|>"])
-CONSTANTS |= dict(TOKENIZER_CHARS=1000, TOKENIZER_DOC_CHARS=10, SHARD_CHARS=1000)
-
-
-@pytest.mark.parametrize("constant", CONSTANTS)
-def test_a_constant_that_shapes_the_data_makes_another_dataset(tmp_path, monkeypatch, constant):
-    folder = write_texts(tmp_path / "data", numbered(0, 200))
-    before = prepare.prepare(str(folder))
-    monkeypatch.setattr(prepare, constant, CONSTANTS[constant])
-    after = prepare.prepare(str(folder))
-    assert after != before and prepare.current_dataset() == after
-    if constant == "VOCAB_SIZE":
-        assert Tokenizer.from_directory(after).get_vocab_size() == 300
-    names = {prepare.find_source(data)[0] for data in prepare.SOURCES}
-    monkeypatch.undo()
-    assert not names & {prepare.find_source(data)[0] for data in prepare.SOURCES}
-
-
-# What is there already
-
-
-def test_files_whose_token_shards_are_there_are_not_downloaded_again(cache, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    write_climbmix(cache / "climbmix" / "raw")
-    two = prepare.prepare("climbmix", 2)
-    shutil.rmtree(cache / "climbmix")
-    (two / "train_shards").unlink()
-    assert prepare.prepare("climbmix", 2) == two
+def test_a_dataset_has_the_name_of_earlier_versions_unless_a_constant_differs(tmp_path, monkeypatch):
+    folder = str(write_texts(tmp_path / "data", numbered(0, 200)))
+    before = {data: prepare.find_source(data)[0] for data in ("climbmix", folder)}
+    assert list(before.values()) == ["climbmix@7b78a85e", "data@e7e1a0d4"]
+    others = dict(EVAL_TOKENS=1000, SPLIT_PATTERN=r"\s+|\S", SPECIAL_TOKENS=["<|bos|>"], SHARD_CHARS=1000)
+    for constant, value in (others | dict(TOKENIZER_CHARS=1000, TOKENIZER_DOC_CHARS=10)).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, constant, value)
+            assert not {prepare.find_source(data)[0] for data in before} & set(before.values()), constant
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
+    directory = prepare.prepare(folder)
+    assert directory.name != before[folder] and Tokenizer.from_directory(directory).get_vocab_size() == 300
 
 
 # The dataset of a clone
 
 
 @pytest.fixture
-def climbmix(cache) -> Path:
-    """What can be had without a network: 12 shards."""
+def climbmix(cache, monkeypatch) -> Path:
+    """What can be had without a network and a GPU: 12 shards."""
     names = [*(f"shard_{i:05d}.parquet" for i in range(12)), prepare.VAL_FILE, prepare.TEST_FILE]
     for seed, name in enumerate(names):
         write_parquet(cache / "climbmix" / "raw" / name, texts(seed, count=5))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return cache
 
 
-@pytest.mark.parametrize(("capability", "shards"), [((7, 5), 2), ((8, 0), 10), ((9, 0), 10)])
-def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
-    climbmix, capsys, monkeypatch, capability, shards
-):
+@pytest.mark.parametrize(("capability", "shards"), [((7, 5), 2), ((8, 0), 10)])
+def test_what_was_prepared_without_a_gpu_is_extended_on_one(climbmix, capsys, monkeypatch, capability, shards):
     def count() -> int:
         return int((prepare.prepare() / "train_shards").read_text())
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert count() == 1 and "give --num-shards 2 (T4, V100) or 10" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: True)
@@ -408,67 +315,51 @@ def test_what_was_prepared_without_a_gpu_is_extended_by_the_same_command_on_one(
         assert count() == max(5, shards)
     assert count() == max(5, shards)  # and never fewer again, unless asked for
     prepare.prepare(num_shards=12)
+    monkeypatch.setitem(sys.modules, "torch", None)  # loaded only where it decides
     assert count() == 12
     assert prepare.prepare(num_shards=1).name.endswith("x1")
 
 
-def test_without_network_a_clone_goes_on_with_its_own_dataset_though_this_gpu_would_have_more(
-    climbmix, capsys, monkeypatch
-):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_without_network_a_clone_goes_on_with_what_it_has(climbmix, capsys, monkeypatch):
+    """Files whose token shards are there are not downloaded again."""
     own = prepare.prepare()
-    (climbmix / "climbmix" / "raw" / "shard_00001.parquet").unlink()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    shutil.rmtree(climbmix / "climbmix")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert prepare.prepare() == own and f"NO NETWORK: using {own.name}, which is ready in" in capsys.readouterr().out
     for options in (dict(data="climbmix"), dict(num_shards=2)):
         with pytest.raises(prepare.Unreachable):
             prepare.prepare(**options)
-
-
-def test_torch_is_loaded_only_to_find_the_number_of_shards(climbmix, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an error
-    prepare.prepare(num_shards=1)
-    with pytest.raises(ImportError):
-        prepare.prepare()
-    prepare.prepare(num_shards=12)
-    prepare.prepare()
+    (own / "train_shards").unlink()
+    assert prepare.prepare(num_shards=1) == own
 
 
 def test_two_clones_of_one_cache_keep_their_own_datasets(climbmix, tmp_path, monkeypatch):
-    """Whatever the other one prepares: another folder, other shards, another constant."""
+    """Whatever the other one prepares: other shards, another folder, even one that is called climbmix."""
 
     def run(clone: str, *args) -> Path:
         monkeypatch.setattr(prepare, "DATASET", tmp_path / clone)
         return prepare.prepare(*args)
 
-    folder = str(write_texts(tmp_path / "folder", numbered(0, 100)))
+    monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
+    folder = str(write_texts(tmp_path / "climbmix", numbered(0, 100)))
     first = run("ours", None, 2)
     assert first.name.startswith("climbmix@")
-    others = [run("theirs", "climbmix", 1), run("theirs", folder)]
+    others = [run("theirs", "climbmix", 1), run("theirs", folder, 3)]
     assert run("ours") == first not in others and run("theirs") == run("theirs", folder) == others[1]
+    assert prepare.dataset_id().startswith("climbmix-folder-")
     monkeypatch.setattr(prepare, "DATASET", tmp_path / "new")
     assert prepare.current_dataset() == others[1]  # the one prepared last, before it has its own
-
-
-def test_a_folder_called_climbmix_is_not_taken_for_the_hubs(climbmix, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(prepare, "SHARD_CHARS", 1000)
-    own = prepare.prepare(str(write_texts(tmp_path / "climbmix", numbered(0, 100))), 2)
-    assert prepare.prepare() == own and prepare.dataset_id().startswith("climbmix-folder-")
-    assert prepare.prepare("climbmix").name.endswith("x1")  # not its number of shards either
+    assert prepare.prepare("climbmix").name.endswith("x1")  # not the number of the folder's shards
 
 
 def test_a_clone_adopts_a_dataset_once_and_says_so_when_it_is_gone(climbmix, tmp_path, monkeypatch):
     first, second = prepare.prepare("climbmix", 1), prepare.prepare("climbmix", 2)
-    prepare.DATASET.unlink()
+    prepare.DATASET.write_text("")  # left by a run that was killed
     assert prepare.current_dataset() == second
-    prepare.DATASET.touch()  # left by a run that was killed
     prepare.adopt_dataset(first)
     prepare.adopt_dataset(second)
-    assert prepare.current_dataset() == first and prepare.DATASET.read_text() == first.name
-    assert prepare.prepare() == first  # with no GPU
+    assert prepare.current_dataset() == prepare.prepare() == first and prepare.DATASET.read_text() == first.name
     shutil.rmtree(first)
     with pytest.raises(PrepareError, match=f"^'{first.name}' is not prepared in .*: run `python prepare"):
         prepare.current_dataset()

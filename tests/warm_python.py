@@ -24,9 +24,7 @@ class Warm:
         self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def start(
-        self, code: str, args: list[str], folder: Path, environment: dict[str, str], out: int, err: int
-    ) -> "Child":
+    def start(self, code: str, args: list, folder: Path, environment: dict, out: int, err: int) -> "Child":
         """out, err: file descriptors."""
         news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps([code, args, str(folder), environment])
