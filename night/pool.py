@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def label(run: dict) -> str:
-    """Description and seed, unless it is the usual one. run: may be a row."""
+    """Description and seed of a run or row, unless it is the usual seed."""
     return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
 
 
@@ -56,17 +56,15 @@ class Ended(NamedTuple):
 
 
 def our_files(locked: bool) -> dict[str, bytes]:
-    """What replaces a commit's files: today's night/, this clone's dataset and, if locked, what scores a run."""
+    """What replaces a commit's files: this clone's night/ and dataset and, if locked, what scores a run."""
     names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
 
 
 def gpu_names(imitates: str | None) -> list[str]:
-    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError.
-
-    Another process asks for them, so that this one takes no GPU memory."""
-    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
+    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError."""
+    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]  # this process takes no GPU memory
     try:
         asked = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=ANSWER)
     except subprocess.TimeoutExpired:
@@ -77,7 +75,7 @@ def gpu_names(imitates: str | None) -> list[str]:
 
 
 def one_model(names: list[str]) -> str:
-    """The model of all GPUs, whose names these are. Raises PrepareError if there are several."""
+    """The name that all these GPUs have. Raises PrepareError if there are several."""
     if len({*names}) > 1:
         raise PrepareError(f"scores compare on GPUs of one model only, not on {', '.join(sorted({*names}))}")
     return names[0]
@@ -93,8 +91,7 @@ class Local:
         self.active, self.failed = {}, []
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
-        """Starts a Python command in a checkout of a commit's files, `packed` as a tar, on the GPU with the fewest
-        runs. record: see harness.night_record."""
+        """Starts a Python command in a checkout of `packed`, a commit's tar, on the GPU with the fewest runs."""
         gpu = max(self.free, key=self.free.count)
         env = environment(len(os.sched_getaffinity(0)) // self.slots) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         try:

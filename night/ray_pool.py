@@ -1,11 +1,11 @@
 """A Ray cluster as a pool. Its nodes need the dependencies, but no clone: they get functions by value."""
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 
 from night import checkout
@@ -36,7 +36,7 @@ def check_cluster(address: str) -> None:
 class RayPool:
     """A cluster: a slot per GPU, times `per_gpu`. All nodes must have the dataset and GPUs of one `model`."""
 
-    def __init__(self, args: argparse.Namespace, dataset: str):
+    def __init__(self, args: Namespace, dataset: str):
         os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
         import ray
 

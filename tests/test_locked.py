@@ -23,7 +23,6 @@ import harness
 import prepare
 from harness import remote
 from harness.experiment import crash_reason
-from night import records
 from night import run as night_run
 from night.__main__ import parse
 from night.fence import fence
@@ -249,7 +248,7 @@ class Clone:
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         os.environ.update(AUTORESEARCH_CACHE=str(self.cache), AUTORESEARCH_RUN=json.dumps(RECORD))
         prepare.EVAL_TOKENS, remote.TOLERANCE, prepare.DATASET = 1000, tolerance, self.folder / ".dataset"
-        harness.RESULTS, records.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
+        harness.RESULTS, night_run.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
         night_run.subprocess = SimpleNamespace(
             Popen=Forked, **{name: getattr(subprocess, name) for name in ("PIPE", "STDOUT", "DEVNULL")}
         )

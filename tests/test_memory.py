@@ -19,7 +19,7 @@ from test_wave import TWO_SLOTS, Clone
 import harness
 import prepare
 from night import noise as noises
-from night import records, show
+from night import run, show
 
 LOG = ROOT / "tests" / "night" / "results.tsv"
 FIVE_MINUTES = dict(budget="300 s", gpu=None)
@@ -42,9 +42,7 @@ def clone(prepared, tmp_path):
 def at(monkeypatch, folder: Path) -> None:
     """This process's night is the one in that clone."""
     monkeypatch.setattr(harness, "RESULTS", folder / "results.tsv")
-    for module in (show.records, records):
-        monkeypatch.setattr(module, "ROOT", folder)
-    monkeypatch.setattr(records, "RUNS", folder / "runs")
+    monkeypatch.setattr(run, "RUNS", folder / "runs")
     monkeypatch.setattr("night.git.ROOT", folder)
 
 
@@ -65,7 +63,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     base, faster, crash, waits = names
     clone.run("git checkout -q base")
     wave = clone.wave("faster", "crash", "waits", *TWO_SLOTS)
-    folder = records.RUNS / f"{waits}-42-1.5M"
+    folder = run.RUNS / f"{waits}-42-1.5M"
     curve = folder / "curve.tsv"
     while not prepare.read(curve).endswith("\t2.0\t0.1") or "training" not in prepare.read(folder / "log.txt"):
         time.sleep(0.05)
@@ -75,8 +73,8 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(clone
     os.killpg(wave.pid, signal.SIGKILL)
     wave.wait()
     assert clone.all_gone(runs=True)
-    assert {path.name for path in records.RUNS.iterdir()} == {f"{commit}-42-1.5M" for commit in names}
-    assert all("training" in (path / "log.txt").read_text() for path in records.RUNS.iterdir())
+    assert {path.name for path in run.RUNS.iterdir()} == {f"{commit}-42-1.5M" for commit in names}
+    assert all("training" in (path / "log.txt").read_text() for path in run.RUNS.iterdir())
     assert curve.read_text().splitlines()[-1] == "40\t10.0\t1500000\t2.0\t0.1"
 
     night = printed(capsys, show.show, revision=None, budget="1.5 M tokens", gpu=None)
@@ -122,16 +120,16 @@ def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(prepared, tmp_pa
 )
 def test_a_record_is_named_by_commit_seed_and_budget(seed, gpu, budget, name, tmp_path, monkeypatch):
     at(monkeypatch, tmp_path)
-    folder = records.new_record("abc", seed, gpu, budget)
-    assert folder == records.RUNS / name
+    folder = run.new_record("abc", seed, gpu, budget)
+    assert folder == run.RUNS / name
     (folder / "log.txt").touch()
-    assert not [*records.new_record("abc", seed, gpu, budget).iterdir()], "of the last run only"
+    assert not [*run.new_record("abc", seed, gpu, budget).iterdir()], "of the last run only"
     row = dict(commit="abc", seed=seed, gpu="H200" + f" as {gpu}" * bool(gpu), budget=budget, dataset="d")
-    (records.RUNS / f"{name}.bak").mkdir()
-    records.new_record("abc+", seed, gpu, budget)
-    assert records.record_of(row) == folder, "neither somebody's copy nor the run of an uncommitted train.py"
+    (run.RUNS / f"{name}.bak").mkdir()
+    run.new_record("abc+", seed, gpu, budget)
+    assert run.record_of(row) == folder, "neither somebody's copy nor the run of an uncommitted train.py"
     (folder / "summary.json").write_text(json.dumps(row | {"dataset": "e"}))
-    assert records.record_of(row) is None and records.record_of(row | {"dataset": "e"}) == folder
+    assert run.record_of(row) is None and run.record_of(row | {"dataset": "e"}) == folder
 
 
 def test_what_was_tried_is_told_with_the_change_to_the_file_that_was_edited(clone, monkeypatch, capsys):

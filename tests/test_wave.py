@@ -26,7 +26,7 @@ from night import wave as waves
 from night.__main__ import main, parse
 from night.pool import Ended, Run
 from night.rows import Kind, judge, kind_here
-from night.wave import log_row, table
+from night.wave import table
 
 STUB = """\
 import argparse, os, signal, subprocess, sys, time
@@ -171,7 +171,7 @@ def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_
     harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
     kind, run = Kind("A", "300 s", "d", report=report), Run("i", "idea", seed, "b")
     lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
-    log_row(Ended(run, "\n".join(lines), [], "no row", {}), kind)
+    played.trainer(parse(["wave"]), kind).log(Ended(run, "\n".join(lines), [], "no row", {}))
     *_, row = harness.read_results()
     assert row == dict(
         commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
