@@ -85,7 +85,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
-        parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
+        parser.error("--per-gpu needs --tokens, and a number above 0: runs on one GPU slow each other down")
     if "seconds" in args:
         args.budget = harness.budget_name(args.seconds, args.tokens)
     if "limit" in args:
@@ -93,20 +93,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return int(text)
+def positive(text: str, kind: type = int) -> float:
+    if not 0 < kind(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
+    return kind(text)
+
+
+def duration(text: str) -> float:
+    return positive(text, float)
 
 
 def integers(text: str) -> list[int]:
     return [harness.seed(number) for number in text.split(",")]
-
-
-def duration(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
-    return float(text)
 
 
 def main() -> int | None:

@@ -37,8 +37,8 @@ class Change:
 def design(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Which changes each run leaves out, bool (runs, count), and the number of its seed.
 
-    Two runs share a seed: one leaves out what the other keeps. So what a seed does to all versions, and interactions of
-    two changes, drop out of their difference. At least four degrees of freedom are left.
+    Two runs share a seed: one leaves out what the other keeps. So seeds, and interactions of two changes, drop out of
+    their difference. At least four degrees of freedom are left.
     """
     from scipy.linalg import hadamard
 
@@ -70,7 +70,7 @@ def try_changes(changes: list[Change], measure: Callable) -> None:
 
 def estimate(changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, scores: np.ndarray) -> None:
     """Least squares, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real change must
-    also help on test. No verdict on effects that the runs, after crashes, cannot tell apart."""
+    help on test, too. No verdict on effects that the runs, after crashes, cannot tell apart."""
     from scipy import stats
 
     terms = np.column_stack([left_out, seeds[:, None] == np.unique(seeds)]).astype(float)
@@ -99,7 +99,7 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     parts = units(files)
     changes = [Change("; ".join(line[i]["description"] for i in sorted(unit))) for unit in parts]
 
-    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple:
         dropped = [possible(files, [parts[i] for i in np.flatnonzero(row)]) for row in plan]
         done = np.array([[unit <= one for unit in parts] for one in dropped])
         once = np.unique(np.column_stack([done, seeds]), axis=0, return_index=True)[1]  # some may be the same run
@@ -112,8 +112,7 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
         numbers = f"{change.val:+.4f} | {change.error:.4f} | {change.test:+.4f}".replace("+nan", "").replace("nan", "")
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {numbers} | {change.verdict} |")
-    text = f"`real`: on val; up to {LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without "
-    text += "the other changes."
+    text = f"Up to {LEVEL:.0%} of the `real` are not. Costs are means over files with and without the other changes."
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle):
         pruned = build(files, dropped, full)
@@ -131,9 +130,11 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
 def lineage(rows: list[dict]) -> list[dict]:
     """The first rows of the commits that were kept on the way to the reference, by first parents: a change is what one
     adds to the one before. Of ideas that were merged, one is such a commit, and the merge has the others."""
+    if not rows:
+        return []
     first = {row["commit"]: row for row in reversed(rows)}
-    line = [git("rev-list", "--first-parent", "--reverse", row["commit"]) for row in kept(rows)[-1:]]
-    return [first[commit[:7]] for commits in line for commit in commits.split() if commit[:7] in first]
+    line = git("rev-list", "--first-parent", "--reverse", kept(rows)[-1]["commit"]).split()
+    return [first[commit[:7]] for commit in line if commit[:7] in first]
 
 
 def score_runs(trainer: Trainer, runs: list[Run]) -> np.ndarray:
@@ -170,7 +171,7 @@ def build(files: list[bytes], dropped: set[int], full: tuple[str, str]) -> tuple
 
 
 def prune(scores: np.ndarray, gain: float) -> tuple[str, bool]:
-    """Whether the pruned file surely keeps all but SHARE of the gain, and what to say about it.
+    """What to say of a pruned file, and whether it surely keeps all but SHARE of the gain.
 
     scores: (pairs, 2) val_bpb of the full and of the pruned file with the same seeds, NaN for crashes."""
     allowed, crashed = SHARE * max(gain, 0), np.isnan(scores)

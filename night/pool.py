@@ -1,4 +1,4 @@
-"""Where runs are trained: `Local` is this machine, without Ray; night/ray_pool.py is a cluster.
+"""Where runs are trained: `Local` is this machine; night/ray_pool.py is a cluster.
 
 A pool trains up to `slots` runs at once: `submit` starts one, `ended` yields those that end within half a second,
 `close` ends all. They end with this process in any case.
@@ -27,7 +27,7 @@ for i in range(torch.cuda.device_count()):
 
 
 class Run(NamedTuple):
-    """One run. Commit and seed identify it in results.tsv. base: the commit to beat, "" if there is none."""
+    """base: the commit to beat, if there is one."""
 
     commit: str
     description: str

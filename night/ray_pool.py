@@ -1,4 +1,4 @@
-"""A Ray cluster as a pool. Its nodes need the dependencies, but no clone: they get functions by value."""
+"""A Ray cluster as a pool. Its nodes need the dependencies, but no clone."""
 
 import os
 import signal
@@ -41,9 +41,9 @@ class RayPool:
         import ray
 
         check_cluster(args.address)
-        # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
+        # Ray cancels runs by SIGINT, which workers ignore if a script has started this process with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for module in (checkout, sys.modules[__name__]):
+        for module in (checkout, sys.modules[__name__]):  # which nodes may not have
             ray.cloudpickle.register_pickle_by_value(module)
         ray.init(address=args.address, log_to_driver=False, logging_level="ERROR")
         self.ray, self.limit, self.files, self.tasks = ray, args.limit, ray.put(our_files(args.locked)), {}
@@ -84,7 +84,7 @@ def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
 
 
 def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[tuple[dict, str]]:
-    """The nodes with their GPU models, without those that have just died. PrepareError if one has not the dataset."""
+    """The nodes that are alive, with their GPU models. PrepareError if one does not have the dataset."""
     import ray
 
     task, head = ray.remote(num_cpus=0, max_retries=0)(run_in_checkout), archive("HEAD")
@@ -105,7 +105,7 @@ def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[
 def run_in_checkout(
     packed: bytes, files: dict, command: list[str], record=None, limit: float = float("inf")
 ) -> tuple[str, list[str], str, dict[str, bytes]]:
-    """Ray task: runs a Python command in a temporary checkout; returns its result."""
+    """Ray task: runs a Python command in a temporary checkout."""
     import ray
 
     cores = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))

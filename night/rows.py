@@ -1,8 +1,8 @@
 """Rows of results.tsv: which belong together, night's verdicts and a person's, the commit to start from."""
 
-import argparse
 import statistics
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
         return place(row) == self[:3] and (row["status"] == "report") == self.report
 
 
-def kind_here(args: argparse.Namespace, gpu: str = "") -> Kind:
+def kind_here(args: Namespace, gpu: str = "") -> Kind:
     """The kind of row that a run with these options gets, on this machine's GPU unless another one is named."""
     gpu = gpu or (gpu_names(args.gpu) or ["cpu"])[0]
     return Kind(gpu + f" as {args.gpu}" * bool(args.gpu), args.budget, prepare.dataset_id())
@@ -56,7 +56,7 @@ def experiments() -> list[dict]:
 
 
 def grouped(rows: Iterable[dict], key: Callable) -> dict:
-    """Lists of rows by key(row), in order of first appearance."""
+    """Lists of rows by key(row), in the order of their first rows."""
     groups = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -64,7 +64,7 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 
 
 def one_seed(rows: list[dict]) -> list[dict]:
-    """The rows with the seed that most scores have: these can be compared."""
+    """The rows with the seed that most scores have."""
     seed = statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
     return [row for row in rows if row["seed"] == seed]
 
@@ -117,7 +117,7 @@ def kept_before(rows: list[dict], commit: str) -> set[str]:
 
 
 def five_minutes(kind: Kind) -> Kind:
-    """Runs of train.py without options on the same GPU."""
+    """Runs on the same GPU without options."""
     return kind._replace(gpu=kind.gpu.partition(" as ")[0], budget=harness.budget_name())
 
 
@@ -161,7 +161,7 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
     return bool(found)
 
 
-def keep(args: argparse.Namespace) -> None:
+def keep(args: Namespace) -> None:
     """Sets a commit's status for good and prints the new reference."""
     kind, commit, status = kind_here(args), commit_of(args.revision), "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
@@ -171,7 +171,7 @@ def keep(args: argparse.Namespace) -> None:
         print(f"{commit} is on another branch: merge it, or it will not count")
 
 
-def print_reference(args: argparse.Namespace) -> None:
+def print_reference(args: Namespace) -> None:
     kind = kind_here(args)
     print(reference(kind))
     if not (kind.rows() or five_minutes(kind).rows()) and experiments():

@@ -1,6 +1,5 @@
 """Runs train.py under supervision: however it ends, it leaves a row, and its record in runs/."""
 
-import argparse
 import ctypes
 import json
 import math
@@ -13,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,8 @@ prctl = ctypes.CDLL(None).prctl
 class ExpectedRow:
     """The row of a run that is about to start, whichever process will write it."""
 
-    def __init__(self, args: argparse.Namespace):
-        """Records commit and description now, as they may change during the run."""
+    def __init__(self, args: Namespace):
+        """Notes commit, description and dataset, which may change during the run."""
         self.args, self.dataset, self.record = args, prepare.dataset_id(), harness.night_record()
         self.needed = self.record.get("log") or not train_options(args)  # no row for a budget set by hand
         commit, description = harness.git_head()
@@ -42,9 +42,8 @@ class ExpectedRow:
         if not self.folder.is_dir():  # no pool has made one that this machine can see
             with suppress(OSError):  # disk full: go on without a record
                 self.folder = new_record(commit, args.seed, args.gpu, args.budget)
-        self.copy = os.memfd_create("row")
         self.record |= dict(commit=commit, description=description, folder=str(self.folder))
-        self.rows_before = len(self.own(harness.read_results()))
+        self.copy, self.rows_before = os.memfd_create("row"), len(self.own(harness.read_results()))
 
     def own(self, log: list[dict]) -> list[dict]:
         return [row for row in log if run_name(row) == (self.record["commit"], self.args.seed)]
@@ -71,11 +70,10 @@ class ExpectedRow:
             harness.log_result(**result, gpu=gpu, dataset=self.dataset, budget=args.budget, seed=args.seed)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Runs train.py until it ends or its time is up; returns its exit status.
 
-    If it leaves no row, logs a crash, unless the budget was set by hand. Two processes see to that, and either may be
-    killed: this one only waits; its child, in a session of its own, guards train.py.
+    Two processes see to its row, and either may be killed: this one only waits; its child guards train.py.
     """
     if parent := harness.night_record().get("parent"):  # in a pool: end with the process that has started this one
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code
 
 
-def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
+def guard_train(args: Namespace, row: ExpectedRow, front: int) -> int:
     os.setsid()
     row.hand_over()
     options = dict(cwd=ROOT, env=harness.clean_environment() | {"PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL)
@@ -123,8 +121,8 @@ def guard_train(args: argparse.Namespace, row: ExpectedRow, front: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def lock(args: argparse.Namespace, row: ExpectedRow, options: dict):
-    """Starts the thread that scores the run. Adds to train.py's options: a connection, and no held-out text."""
+def lock(args: Namespace, row: ExpectedRow, options: dict):
+    """Starts the thread that scores the run; train.py's options get a connection to it, and no held-out text."""
     from harness.remote import Referee
 
     splits = ["val", "test"] if row.record.get("score_test") else ["val"]
@@ -193,7 +191,7 @@ def guard(
 
 
 def end_children() -> None:
-    """Kills all descendants of this process: orphans become its children and are next."""
+    """Kills all descendants of this process: orphans become its children."""
     while pids := Path("/proc/thread-self/children").read_text().split():
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
@@ -210,7 +208,7 @@ def why(code: int, output: str) -> str:
     return {0: "no row", -signal.SIGKILL: "killed"}.get(code, f"exit status {code}")
 
 
-def train_options(args: argparse.Namespace, seed: int = harness.SEED) -> list[str]:
+def train_options(args: Namespace, seed: int = harness.SEED) -> list[str]:
     given = dict(seconds=args.seconds, tokens=args.tokens, gpu=args.gpu, seed=None if seed == harness.SEED else seed)
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
@@ -221,7 +219,7 @@ def record_folder(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
 
 
 def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
-    """Makes an empty folder for a run, in place of what an earlier one has left."""
+    """An empty folder for a run, in place of what an earlier one has left."""
     folder = record_folder(commit, seed, gpu, budget)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +227,7 @@ def new_record(commit: str, seed: int, gpu: str | None, budget: str) -> Path:
 
 
 def record_of(row: dict) -> Path | None:
-    """The record of the last run that a row may stand for, if there is one."""
+    """The record of the last run that a row may stand for."""
     folder = record_folder(row["commit"], row["seed"], row["gpu"].partition(" as ")[2], row["budget"])
     same = summary(folder).get("dataset", row["dataset"]) == row["dataset"]  # a killed run has no summary
     return folder if folder.exists() and same else None

@@ -23,7 +23,7 @@ PAUSE = 10  # seconds until a full disk is tried again
 
 
 def wave(args: Namespace) -> None:
-    """Trains every revision and the reference with every seed that has no row yet; prints a table."""
+    """Trains every revision and the reference with every seed, unless it has a score; prints a table."""
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
     base = reference(trainer.kind)
@@ -35,8 +35,7 @@ def wave(args: Namespace) -> None:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """One line per revision: val_bpb and its difference from the reference with the same seeds, both with standard
-    errors if there are several seeds."""
+    """A line per revision: val_bpb, and its difference from the reference with the same seeds."""
     lines = []
     for commit, group in grouped(rows, lambda row: row["commit"]).items():
         own, last = scores(group), group[-1]
@@ -46,9 +45,8 @@ def table(rows: list[dict], base: str) -> str:
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
         text = label(last) if len(group) == 1 else f"{last['description']}, {len(own)} seeds"
-        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {last['gpu']}"
-        lines.append((not own, line))
-    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
+        lines.append((not own, f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}"))
+    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description"
     return "\n".join([head, *(line for _, line in sorted(lines))])
 
 

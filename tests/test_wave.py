@@ -154,9 +154,9 @@ def test_a_table_compares_means_at_the_same_seeds():
     rows += [row("k", 4, 1.5)]
     _, *lines = table(rows, "r").splitlines()
     assert [re.sub(" {2,}", "|", line) for line in lines] == [
-        "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds, A",
-        "1.500000|9.0|keep|k|kk, seed 4, A",
-        "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds, A",
+        "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds",
+        "1.500000|9.0|keep|k|kk, seed 4",
+        "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds",
     ]
 
 
@@ -288,7 +288,7 @@ def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
     (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
     (clone.folder / "harness" / "new.py").touch()
     output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS, PYTHONIOENCODING="gbk"))
-    assert " odd ?, cpu\n" in output, "its terminal has no rocket"
+    assert " odd ?\n" in output, "its terminal has no rocket"
     assert {row["description"] for row in clone.rows()} == {"base", "odd 🚀"}
     odd = clone.run("git rev-parse --short=7 odd").strip()
     assert "no run includes what is not committed here: train.py, harness/new.py\n" in output
@@ -417,7 +417,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
     assert clone.scores() == expected | typos
     names = [*clone.scores()]
     assert names.index("base, seed 5") < names.index("idea, seed 5"), "so that the idea is the last one kept"
-    assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds, cpu", output, re.M)
+    assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds$", output, re.M)
     assert re.search(r"^1\.530000 \+-0\.21000  -0\.020000 \+-0\.04000 .* keep .* idea, 2 seeds", output, re.M)
 
 
@@ -449,7 +449,7 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
         plan(1, idea, val_bpb)
     step("2")
     log = (clone.folder / "wave.log").read_text()
-    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a, cpu$", log, re.M), log
+    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a$", log, re.M), log
     assert clone.run("python -m night reference") == clone.run("git rev-parse --short=7 HEAD")
 
     plan(2, "all-winners", 1.25)
@@ -465,8 +465,8 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     clone.run("git checkout -q autoresearch/mar5")
     assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
     output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
-    assert re.search(r"^1.250000 +reference .* all-winners, cpu$", output, re.M), output
-    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu$", output, re.M)
+    assert re.search(r"^1.250000 +reference .* all-winners$", output, re.M), output
+    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a$", output, re.M)
 
     clone.run(command("## The morning after") + "wait")
     report = (clone.folder / "report.md").read_text()
