@@ -1334,7 +1334,7 @@ SECTIONS = [
         ('statistics.mode([row["seed"]', 'min([row["seed"]'),
         ('(row["status"] != "keep", crashed(row))', 'row["val_bpb"]'),
     ]),
-    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or no_score"], [
+    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or names_its_ends"], [
         ('row[f"{split}_bpb"]) for row in rows if', 'row["val_bpb"]) for row in rows if'),
         ("after[seed]) for seed in before if seed in after", "after[other]) for seed in before for other in after"),
         ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
