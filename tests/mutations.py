@@ -925,7 +925,7 @@ SECTIONS = [
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "a_killed_wave"], [
         ("while self.todo and len(self.pending) < self.slots:", "while self.todo:"),
     ]),
-    ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal or gpus_that"], [
+    ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal"], [
         ("    if asked.returncode:", "    if False:"),
         ("cwd=ROOT, timeout=ANSWER)", "cwd=ROOT)"),
         ("(gpu_names(args.gpu) or", "([harness.gpu_name(args.gpu)] or"),
@@ -1337,12 +1337,12 @@ SECTIONS = [
     ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or names_its_ends"], [
         ('row[f"{split}_bpb"]) for row in rows if', 'row["val_bpb"]) for row in rows if'),
         ("after[seed]) for seed in before if seed in after", "after[other]) for seed in before for other in after"),
-        ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
     ]),
     ("Records", "night/run.py", ["test_memory.py", "-k", "named_by"], [
         ('.get("dataset", row["dataset"]) == row["dataset"]', ' is not None'),
     ]),
     ("Ideas", "night", ["test_memory.py", "-k", "tried_is_told or one_budget"], [
+        ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
         ('    if same_seed:\n        means', '    if not same_seed:\n        means'),
         ('(args.budget, args.gpu or "")]', '(args.budget, row["gpu"].partition(" as ")[2])]'),
     ]),
