@@ -494,7 +494,7 @@ SECTIONS = [
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
-    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
+    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or unlogged"], [
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": f"{val_bpb:.6f}"'),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
