@@ -97,13 +97,11 @@ LIES = {
             "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
             "    return model, {}"
         ),
-        "sends_rows_unasked": "remote.tell()",
     },
     "no row": {
         "never_asks": f"harness.run = lambda *_: {SUMMARY}",
         "writes_a_row_and_ends": f"harness.log_result(**{FALSE_ROW})\nos._exit(0)",
     },
-    "no score": {"asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], eps={}, memory=0)"},
     "no score: UnicodeDecodeError|no score: JSONDecodeError": {
         "sends_a_pickle": (
             "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
@@ -402,19 +400,6 @@ def test_memory_that_is_shared_is_pinned_and_logits_are_looked_at_in_the_memory_
     row = next(referee.rows(x))
     shared.fill_(9)
     assert shared.is_pinned() and row.is_cuda and (row == 1).all()
-
-
-@pytest.mark.gpu
-def test_memory_that_cannot_be_pinned_is_shared_all_the_same(monkeypatch, device):
-    """And no error is left for the next kernel."""
-    register = torch.cuda.cudart().cudaHostRegister
-    fails = SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: register(pointer, 2**60, flags))
-    torch.ones(1, device=device)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fails)
-    os.ftruncate(file := os.memfd_create("logits"), 4 * 300 * 70)
-    shared = remote.shared_row(file, 300, 70)
-    shared.copy_(torch.ones(300, 70, device=device))
-    assert not shared.is_pinned() and (shared.to(device) + 1 == 2).all()
 
 
 @pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
