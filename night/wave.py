@@ -39,8 +39,8 @@ def table(rows: list[dict], base: str) -> str:
     lines = []
     for commit, group in grouped(rows, lambda row: row["commit"]).items():
         own, last = scores(group), group[-1]
-        change = with_error([after - before for before, after in pairs(rows, base, commit)], "+.6f", ".5f")
-        change = "reference" if commit == base else change
+        changes = [after - before for before, after in pairs(rows, base, commit)]
+        change = "reference" if commit == base else with_error(changes, "+.6f", ".5f")
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)

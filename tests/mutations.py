@@ -1147,7 +1147,7 @@ SECTIONS = [
         ("    del os.environ[name]", "    pass"),
         ("GIT_CONFIG_GLOBAL=os.devnull, ", ""),
     ]),
-    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
+    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever"], [
         ('git("update-ref", ref, commit, "")', 'git("update-ref", ref, commit)'),
         ('f"refs/heads/{name}", commit, before)', 'f"refs/heads/{name}", commit)'),
         ("commit if place.endswith('/') else ''", "''"),

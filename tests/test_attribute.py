@@ -157,7 +157,7 @@ def test_changes_on_the_same_lines_go_together_and_what_leaves_no_python_goes_wi
 
 
 def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
-    """A second commit at a place is refused."""
+    """A second commit at a place is refused, and a branch does not move over a commit that came meanwhile."""
     head = shell("echo a > train.py; git add .; git commit -q -m a; git rev-parse HEAD")
     first = git.commit_train(head, b"b", "b", "night-loop/1")
     assert first == git.commit_train(head, b"b", "b", "night-loop/1")
@@ -167,6 +167,10 @@ def test_refs_are_made_where_there_is_none_and_taken_from_nobody(shell):
     kept = git.commit_train(head, b"c", "c", "without/")
     assert shell(f"git rev-parse --short=7 refs/night/without/{shell(f'git rev-parse {kept}')}") == kept
     assert shell("git branch --format='%(refname:short)'") == "night", "hundreds of branches"
+    meanwhile = shell("git commit -q --allow-empty -m meanwhile; git rev-parse HEAD")
+    with pytest.raises(subprocess.CalledProcessError):
+        git.move_branch("night", git.new_commit(head, b"", "keep", first), head)
+    assert shell("git rev-parse night") == meanwhile
 
 
 def test_commits_are_the_same_whatever_git_is_told(shell, tmp_path, monkeypatch):
@@ -204,14 +208,6 @@ def test_tests_commit_in_their_own_repository_whatever_git_is_told(tmp_path):
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "own\n"
     assert not (tmp_path / "other").exists()
-
-
-def test_a_branch_does_not_move_over_a_commit_that_came_meanwhile(shell):
-    script = "for name in kept head meanwhile; do git commit -q --allow-empty -m $name; git rev-parse HEAD; done"
-    *pair, last = shell(script).split()
-    with pytest.raises(subprocess.CalledProcessError):
-        git.move_branch("night", git.new_commit(pair[1], b"", "keep", pair[0]), pair[1])
-    assert shell("git rev-parse night") == last
 
 
 def pruned(costs: list[float], gain: float) -> tuple[str, bool]:

@@ -334,14 +334,6 @@ def test_an_honest_model_is_scored_as_what_it_predicts(tokenizer, monkeypatch, n
     assert played(HONEST[name], tokenizer) == dict(val_bpb=bpb, tokens_M=9.0, memory_gb=0.0)
 
 
-@pytest.mark.parametrize("name", ["only_when_scored", "always_dropout", "loss"])
-def test_a_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, monkeypatch, name):
-    cls, reason = FALSE[name]
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    row = played(cls, tokenizer)
-    assert re.search(reason, row["reason"]) and row["val_bpb"] == 0.0
-
-
 def test_targets_are_in_no_frame_of_the_process_that_predicts(tokenizer, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     row = played(FALSE["targets_of_the_caller"][0], tokenizer)
