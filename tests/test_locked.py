@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import mostly_slow
 from small_corpus import copy_files
 from test_referee import FALSE, HONEST, B, T, models, reference
 
@@ -257,15 +258,11 @@ def true_bpb(tokenizer, limit: int = 1000) -> float:
     return math.log2(tokenizer.get_vocab_size()) * sum(size > 0 for size in sizes) / sum(sizes)
 
 
-BY_DEFAULT = "writes_a_row stops_the_clock sends_a_pickle never_asks is_scored_twice a_leak an_error reads_val".split()
-BY_DEFAULT += ["replaces_what_scores_it_and_says_who_it_is", "looks_into_the_referee", *HONEST_EDITS]
+QUICK = "writes_a_row stops_the_clock sends_a_pickle never_asks is_scored_twice a_leak an_error".split()
+QUICK += ["replaces_what_scores_it_and_says_who_it_is", *HONEST_EDITS]
 
 
-def table(names):
-    return [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", table(RUNS))
+@pytest.mark.parametrize("name", mostly_slow(RUNS, *QUICK))
 def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, tokenizer, device, name):
     """A lie, an honest run however unusual, or a failure, whose reason is the one that it has without the lock."""
     edit, reason = RUNS[name]
@@ -278,7 +275,7 @@ def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, toke
     assert name not in HONEST_EDITS or re.search(r"locked: \d+\.\d s to the first step, \d+\.\d s of training", log)
 
 
-@pytest.mark.parametrize("name", table(FENCED))
+@pytest.mark.parametrize("name", mostly_slow(FENCED, "reads_val", "looks_into_the_referee"))
 @pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
 def test_what_the_fence_forbids_is_an_error_with_its_line(clone, name):
     row, log = clone.run(FENCED[name], "--tokens=300")

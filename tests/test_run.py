@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.testing
+from conftest import mostly_slow
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_corpus import FILES, ROOT, copy_files, told
@@ -72,7 +73,6 @@ def send(number):
 
 clock_goes(2)
 """
-SLOW = pytest.mark.slow
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS"):
     NO_GPU.pop(name, None)
@@ -403,25 +403,19 @@ def line_of(text: str) -> int:
 
 
 SCORE = "replace(summary, 'evaluate_bpb', lambda *_: {}) or loss"
-FAULTS = [  # edit, last line on stderr (from its beginning: the only one), reason in the row
-    ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
-    (SCORE.format("fail(ValueError('no bytes'))"), "ValueError: no bytes", "ValueError"),
-    *(
-        pytest.param(*fault, marks=SLOW)
-        for fault in (
-            (SCORE.format("math.nan"), "^train.py: val_bpb is nan$", "val_bpb is nan"),
-            ("torch.empty(2**60)", "memory", "out of memory"),
-            ("fail(torch.AcceleratorError('CUDA error'))", "CUDA error", f"AcceleratorError line {line_of(LOOP)}"),
-            ("shutil.rmtree(prepare.cache_dir()) or loss", "^train.py: .*run.*prepare", ".*run.*prepare.*"),
-        )
-    ),
-]
+FAULTS = {  # edit, last line on stderr (from its beginning: the only one), reason in the row
+    "nan": ("loss * math.nan", "^train.py: NaN at step 5$", "NaN at step 5"),
+    "host memory": ("torch.empty(2**60)", "memory", "out of memory"),
+    "GPU lost": ("fail(torch.AcceleratorError('CUDA error'))", "CUDA error", f"AcceleratorError line {line_of(LOOP)}"),
+    "cache gone": ("shutil.rmtree(prepare.cache_dir()) or loss", "^train.py: .*run.*prepare", ".*run.*prepare.*"),
+    "score fails": (SCORE.format("fail(ValueError('no bytes'))"), "ValueError: no bytes", "ValueError"),
+    "score is NaN": (SCORE.format("math.nan"), "^train.py: val_bpb is nan$", "val_bpb is nan"),
+}
 
 
-@pytest.mark.parametrize(("fault", "message", "reason"), FAULTS)
-def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(
-    new_clone, prepared, tmp_path, fault, message, reason
-):
+@pytest.mark.parametrize("name", mostly_slow(FAULTS, "nan", "score fails"))  # found by train.py, and by the harness
+def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(new_clone, prepared, tmp_path, name):
+    fault, message, reason = FAULTS[name]
     clone = new_clone(shutil.copytree(prepared, tmp_path / "cache"))
     run = clone.run(edit=asks(folder=str(tmp_path)) + f"at_step(5, lambda loss: {fault})")
     lines = run.err.splitlines()
@@ -437,15 +431,15 @@ def test_a_lost_run_leaves_a_crash_row_and_its_reason_last_on_stderr(
 
 MLP, CALL = "self.c_proj(leaky_relu_squared(self.c_fc(x)))", "x = x + self.mlp(h)"
 LENGTH = "assert idx.size(1) <= len(self.cos)"
-SHORT = LENGTH.replace("<=", "<")
-EDITS = [  # of train.py: old, new; the error and the lines, innermost first, that its row names
-    (MLP, MLP.replace("c_fc", "c_fk"), "AttributeError", MLP, CALL),
-    pytest.param(LENGTH, SHORT, "AssertionError", LENGTH, "harness.warm_up(", marks=SLOW),
-]
+EDITS = {  # of train.py: old, new; the error and the lines, innermost first, that its row names
+    "a name": (MLP, MLP.replace("c_fc", "c_fk"), "AttributeError", MLP, CALL),
+    "sizes": (LENGTH, LENGTH.replace("<=", "<"), "AssertionError", LENGTH, "harness.warm_up("),
+}
 
 
-@pytest.mark.parametrize(("old", "new", "error", "line", "caller"), EDITS)
-def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, old, new, error, line, caller):
+@pytest.mark.parametrize("name", mostly_slow(EDITS, "a name"))
+def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, name):
+    old, new, error, line, caller = EDITS[name]
     clone.replace(old, new)
     clone.git("add", "train.py")  # which no commit holds yet
     run = clone.run()
@@ -457,18 +451,17 @@ def test_a_crash_row_names_the_edited_line_even_where_a_helper_raises(clone, old
 # Signals
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
+PHASES = {
+    "warm-up": ("harness, 'warm_up'", signal.SIGINT, "interrupted"),
+    "training": ("train, 'train'", signal.SIGTERM, "killed"),
+    "evaluation": ("summary, 'evaluate_bpb'", signal.SIGINT, "interrupted"),
+}
 
 
-@pytest.mark.parametrize(
-    ("phase", "number", "reason"),
-    [
-        pytest.param("harness, 'warm_up'", signal.SIGINT, "interrupted", marks=SLOW),
-        ("train, 'train'", signal.SIGTERM, "killed"),
-        pytest.param("summary, 'evaluate_bpb'", signal.SIGINT, "interrupted", marks=SLOW),
-    ],
-)
-def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, phase, number, reason):
+@pytest.mark.parametrize("name", mostly_slow(PHASES, "training"))
+def test_an_interrupt_in_any_phase_leaves_one_row_and_no_process(clone, name):
     """The run never leaves the phase, and is interrupted within half a second."""
+    phase, number, reason = PHASES[name]
     run = clone.start(edit=f"forever({phase})")
     give_up = time.monotonic() + 300
     while "here\n" not in run.out:
