@@ -34,7 +34,7 @@ class Change:
     verdict: str = "no evidence"
 
 
-def design(count: int) -> tuple[np.ndarray, np.ndarray]:
+def design(count: int) -> tuple:
     """Which changes each run leaves out, bool (runs, count), and the number of its seed.
 
     Two runs share a seed: one leaves out what the other keeps. So seeds, and interactions of two changes, drop out of
@@ -99,11 +99,18 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     parts = units(files)
     changes = [Change("; ".join(line[i]["description"] for i in sorted(unit))) for unit in parts]
 
+    def version(dropped: set[int]) -> tuple[str, str]:
+        """Commit and subject of the last file without these changes."""
+        if not dropped:
+            return full
+        subject = f"{full[0]} without changes {', '.join(map(str, sorted(dropped)))}"
+        return commit_train(full[0], without(files, dropped), subject, "without/"), subject
+
     def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple:
         dropped = [possible(files, [parts[i] for i in np.flatnonzero(row)]) for row in plan]
         done = np.array([[unit <= one for unit in parts] for one in dropped])
         once = np.unique(np.column_stack([done, seeds]), axis=0, return_index=True)[1]  # some may be the same run
-        runs = [Run(*build(files, dropped[i], full), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
+        runs = [Run(*version(dropped[i]), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
         return done[once], seeds[once], score_runs(trainer, runs)
 
     try_changes(changes, measure)
@@ -115,8 +122,8 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     text = f"Up to {LEVEL:.0%} of the `real` are not. Costs are means over files with and without the other changes."
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle):
-        pruned = build(files, dropped, full)
-        runs = [Run(*version, 2001 + i) for i in range(PAIRS) for version in (full, pruned)]
+        pruned = version(dropped)
+        runs = [Run(*each, 2001 + i) for i in range(PAIRS) for each in (full, pruned)]
         found, fine = prune(score_runs(trainer, runs)[:, 0].reshape(PAIRS, 2), gain)
         text += f" The pruned file lacks {len(dropped)} commits' changes. {found}"
         if fine:
@@ -160,14 +167,6 @@ def possible(files: list[bytes], wanted: list[set[int]]) -> set[int]:
         if without(files, dropped | unit) is not None:
             dropped |= unit
     return dropped
-
-
-def build(files: list[bytes], dropped: set[int], full: tuple[str, str]) -> tuple[str, str]:
-    """Commit and subject of the last file without the dropped changes; full: with them."""
-    if not dropped:
-        return full
-    subject = f"{full[0]} without changes {', '.join(map(str, sorted(dropped)))}"
-    return commit_train(full[0], without(files, dropped), subject, "without/"), subject
 
 
 def prune(scores: np.ndarray, gain: float) -> tuple[str, bool]:

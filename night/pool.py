@@ -39,12 +39,7 @@ class Run(NamedTuple):
         return self.commit, self.seed
 
     def __str__(self) -> str:
-        return f"{self.commit} {label(self._asdict())}"
-
-
-def label(run: dict) -> str:
-    """Description and seed of a run or row, unless it is the usual seed."""
-    return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
+        return f"{self.commit} {self.description}" + f", seed {self.seed}" * (self.seed != harness.SEED)
 
 
 class Ended(NamedTuple):

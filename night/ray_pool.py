@@ -54,8 +54,8 @@ class RayPool:
         gpus = [node["Resources"].get("GPU", 1) for node in nodes]
         cores = min(node["Resources"].get("CPU", 1) / n for node, n in zip(nodes, gpus, strict=True))
         self.slots = int(sum(gpus)) * args.per_gpu
-        share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
-        share = {name: int(1e4 * n / args.per_gpu) / 1e4 for name, n in share.items()}  # Ray's unit
+        whole = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # a run alone on its GPU
+        share = {name: int(1e4 * n / args.per_gpu) / 1e4 for name, n in whole.items()}  # in Ray's unit
         self.task = ray.remote(max_retries=1, **share)(run_in_checkout)
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
@@ -73,7 +73,7 @@ class RayPool:
         self.ray.shutdown()
 
 
-def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
+def result(task) -> tuple:
     """What run_in_checkout returns, with Ray's error as the reason if it does not."""
     import ray
 
@@ -102,10 +102,8 @@ def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[
     return found
 
 
-def run_in_checkout(
-    packed: bytes, files: dict, command: list[str], record=None, limit: float = float("inf")
-) -> tuple[str, list[str], str, dict[str, bytes]]:
-    """Ray task: runs a Python command in a temporary checkout."""
+def run_in_checkout(packed: bytes, files: dict, command: list[str], record=None, limit=float("inf")) -> tuple:
+    """Ray task: runs a Python command in a temporary checkout. Returns Checkout.result()."""
     import ray
 
     cores = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))

@@ -2,7 +2,6 @@
 
 import statistics
 from argparse import Namespace
-from collections.abc import Collection
 
 import harness
 from harness import crashed
@@ -53,9 +52,7 @@ def report(args: Namespace, pool=None, kind: Kind | None = None) -> None:
     plot()
 
 
-def gains(
-    first: dict, last: dict, night: list[dict], rows: list[dict], look: int = 1, earlier: Collection[str] = ()
-) -> str:
+def gains(first: dict, last: dict, night: list[dict], rows: list[dict], look: int = 1, earlier=()) -> str:
     """Markdown: the gain of the last kept commit over the first, as logged in the night and by the report's rows.
 
     look, earlier: see `remember_look`."""

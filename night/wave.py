@@ -14,7 +14,7 @@ from harness import crashed
 from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Ended, Local, Run, gpu_names, label, one_model
+from night.pool import Ended, Local, Run, gpu_names, one_model
 from night.rows import Kind, good, grouped, judge, kept_before, kind_here, pairs, place, reference, run_name, scores
 from night.run import new_record, record_folder, train_options
 from prepare import PrepareError
@@ -44,9 +44,11 @@ def table(rows: list[dict], base: str) -> str:
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
-        text = label(last) if len(group) == 1 else f"{last['description']}, {len(own)} seeds"
-        lines.append((not own, f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}"))
-    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description"
+        text = str(Run(commit, last["description"], last["seed"]))
+        if len(group) > 1:
+            text = f"{commit} {last['description']}, {len(own)} seeds"
+        lines.append((not own, f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {text}"))
+    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit  description"
     return "\n".join([head, *(line for _, line in sorted(lines))])
 
 

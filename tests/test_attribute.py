@@ -58,7 +58,7 @@ def judged(truth: list, luck: float, rng, needed: int | None = None, both: float
     `needed` every run crashes; without the first two together it costs `both` more."""
     truth = np.array([np.broadcast_to(cost, 2) for cost in truth])
 
-    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple:
         scores = 1.2 + plan @ truth + rng.normal(0, luck, (len(plan), 2))
         scores += rng.normal(0, 10 * luck, (32, 2))[seeds]  # what a seed does to all
         if both:
