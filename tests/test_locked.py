@@ -164,23 +164,40 @@ RUNS = {name: (edit, reason) for reason, edits in (LIES | FAILURES).items() for 
 RUNS |= {name: (edit, SCORED) for name, edit in HONEST_EDITS.items()}
 
 
-class Forked:
-    """As much of Popen as night's guard needs: train.py goes on in a fork of this process, which has PyTorch loaded."""
+def fork(main, out: int) -> int:
+    """The process id of a program that runs main() in a fork of this process, which has PyTorch loaded."""
+    if pid := os.fork():
+        return pid
+    os.dup2(out, 1), os.dup2(out, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    code = 0
+    try:
+        main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else print(error.code, file=sys.stderr) or 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
 
-    def __init__(self, command: list[str], cwd: Path, env: dict, pass_fds, preexec_fn, **_):
-        read, write = os.pipe()
-        self.stdout, self.pid = open(read, "rb"), os.fork()
-        if not self.pid:
+
+class Forked:
+    """As much of Popen as night's guard needs."""
+
+    def __init__(self, command: list[str], env: dict, pass_fds, preexec_fn, **_):
+        def main() -> None:
             os.setsid()
             preexec_fn()
-            os.dup2(write, 1), os.dup2(write, 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             for number in {*range(3, 256)} - {*pass_fds}:
                 with suppress(OSError):
                     os.close(number)
             os.environ.clear(), os.environ.update(env)
             sys.argv = command[1:]
-            os._exit(status(lambda: runpy.run_path("train.py", run_name="__main__")))
+            runpy.run_path("train.py", run_name="__main__")
+
+        read, write = os.pipe()
+        self.stdout, self.pid = open(read, "rb"), fork(main, write)
         os.close(write)
 
     def send_signal(self, number: int) -> None:
@@ -188,20 +205,6 @@ class Forked:
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def status(main) -> int:
-    """Exit status of a program that runs main()."""
-    try:
-        main()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else print(error.code, file=sys.stderr) or 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush(), sys.stderr.flush()
-    return code
 
 
 class Clone:
@@ -214,25 +217,19 @@ class Clone:
         self.log.write_text("\t".join(harness.COLUMNS) + "\n")
         shutil.rmtree(self.folder / "runs", ignore_errors=True)
         (self.folder / "train.py").write_text(TRAIN.replace("EDIT", edit))
-        if not (pid := os.fork()):
-            os._exit(status(lambda: self.supervise(args)))
-        os.waitpid(pid, 0)
+        with open(self.folder / "out", "w") as out:
+            os.waitpid(fork(lambda: self.supervise(args), out.fileno()), 0)
         (row,) = harness.log.parse_log(self.log.read_text())[0]
         (record,) = self.folder.glob("runs/*")
         return row, prepare.read(record / "log.txt")
 
     def supervise(self, args: list[str]) -> None:
         os.chdir(self.folder)
-        out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         record = dict(log=True, commit="abc1234", description="idea")
         os.environ.update(AUTORESEARCH_CACHE=str(self.cache), AUTORESEARCH_RUN=json.dumps(record))
         prepare.EVAL_TOKENS, remote.TOLERANCE, prepare.DATASET = 1000, 1.0, self.folder / ".dataset"
         harness.RESULTS, night_run.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
-        night_run.subprocess = SimpleNamespace(
-            Popen=Forked, **{name: getattr(subprocess, name) for name in ("PIPE", "STDOUT", "DEVNULL")}
-        )
+        night_run.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
         sys.exit(night_run.run(parse(["run", "--locked", "--limit=60", *args])))
 
 

@@ -87,11 +87,7 @@ class Run:
         self.code = None
 
     def wait(self) -> "Run":
-        try:
-            self.code = self.process.wait(timeout=600)
-        except (TimeoutError, subprocess.TimeoutExpired):
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
+        self.code = self.process.wait(timeout=250)
         give_up = time.monotonic() + 60
         with pytest.raises(ProcessLookupError):  # nobody is left of its session
             while time.monotonic() < give_up:
