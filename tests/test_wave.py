@@ -29,18 +29,15 @@ from night.rows import Kind, judge
 from night.wave import table
 
 STUB = """\
-import argparse, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
+from types import SimpleNamespace
 import prepare
 from harness import budget_name, log_result, night_record
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--seconds", type=float)
-parser.add_argument("--tokens", type=int)
-parser.add_argument("--gpu")
-parser.add_argument("--seed", type=int, default=0)
-args = parser.parse_args()
-where = dict(gpu="cpu", budget=budget_name(args.seconds, args.tokens), dataset=prepare.dataset_id())
-where["seed"] = args.seed if "--seed" in " ".join(sys.argv) else 42
+options = dict(word[2:].split("=") for word in sys.argv[1:])
+args = SimpleNamespace(seed=int(options.get("seed", 0)))
+budget = budget_name(float(options.get("seconds", 300)), int(options["tokens"]) if "tokens" in options else None)
+where = dict(gpu="cpu", budget=budget, dataset=prepare.dataset_id(), seed=int(options.get("seed", 42)))
 prepare.adopt_dataset(prepare.current_dataset())
 try:
     print("training", flush=True)
@@ -59,7 +56,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 16]", "hang": "[no evaluation within 0.2 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 13]", "hang": "[no evaluation within 0.2 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
