@@ -934,7 +934,7 @@ SECTIONS = [
         ("max(self.free, key=self.free.count)", "self.free[0]"),
         ("            self.free.remove(gpu)\n", "            self.free.pop()\n"),
         ("            self.free.append(gpu)\n", ""),
-        (") // self.slots)", ")"),
+        (") // self.slots)", "))"),
         ('({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})', "{}"),
         ("            work.scratch.cleanup()\n", ""),
         ("subprocess.SubprocessError) as", "ValueError) as"),

@@ -438,20 +438,20 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone):
 
 
 @pytest.mark.parametrize(
-    ("revision", "remedy"),
+    ("command", "remedy"),
     [
-        ("HEAD no-such-branch", "bad revision 'no-such-branch'"),
-        ("HEAD --address=auto", r"wave needs .*ray.*: pip install -e '\.\[night\]'"),
-        ("HEAD", "asking for this machine's GPUs failed with exit status 3"),
-        ("HEAD", "GPUs do not answer within 0.5 s"),
-        ("HEAD", "another wave, tune, loop or report of this clone is running"),
-        ("HEAD", r"\[Errno 21\] Is a directory: .*results.tsv.wave"),  # read-only, to a user who is not root
+        ("wave HEAD no-such-branch", "bad revision 'no-such-branch'"),
+        ("wave --address=auto", r"wave needs .*ray.*: pip install -e '\.\[night\]'"),
+        ("wave", "asking for this machine's GPUs failed with exit status 3"),
+        ("reference", "GPUs do not answer within 0.5 s"),
+        ("wave", "another wave, tune, loop or report of this clone is running"),
+        ("wave", r"\[Errno 21\] Is a directory: .*results.tsv.wave"),  # read-only, to a user who is not root
     ],
 )
-def test_a_wave_that_cannot_be_says_so(played, monkeypatch, revision, remedy):
+def test_what_cannot_be_says_so(played, monkeypatch, command, remedy):
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     monkeypatch.setattr(pool, "GPU_NAMES", f"raise SystemExit({3 * ('asking' in remedy)})")
-    monkeypatch.setattr(sys, "argv", ["night", "wave", *revision.split()])
+    monkeypatch.setattr(sys, "argv", ["night", *command.split()])
     lock = played.folder / ".git" / "results.tsv.wave"
     if "ray" in remedy:
         monkeypatch.setitem(sys.modules, "ray", None)
