@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,6 @@ if not torch.cuda.is_available():
 # The same examples everywhere, however long a slow machine takes for them
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("tests")
-
-
-def mostly_slow(names: Iterable[str], *quick: str) -> list:
-    """Parameters, of which only the quick ones run by default."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import mostly_slow
-from small_corpus import copy_files
+from small_corpus import copy_files, mostly_slow
 from test_referee import FALSE, HONEST, B, T, models, reference
 
 import harness

@@ -21,10 +21,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.testing
-from conftest import mostly_slow
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_corpus import FILES, ROOT, copy_files, told
+from small_corpus import FILES, ROOT, copy_files, mostly_slow, told
 from warm_python import Warm
 
 import harness
