@@ -2,7 +2,9 @@
 
 import math
 import statistics
+import subprocess
 from argparse import Namespace
+from contextlib import suppress
 
 from harness import crashed, read_results
 from night.git import commit_of, in_history, train_blobs
@@ -63,7 +65,7 @@ def ideas(rows: list[dict], noise: Noise) -> list[Idea]:
 
 def show(args: Namespace) -> None:
     """Prints the night so far, or everything about the runs of args.revision."""
-    print(about_commit(commit_of(args.revision)) if args.revision else about_night(last_place(args)))
+    print(about_commit(args.revision) if args.revision else about_night(last_place(args)))
 
 
 def last_place(args: Namespace) -> list[dict]:
@@ -114,6 +116,8 @@ def entry(idea: Idea, noise: Noise) -> str:
 
 def about_commit(commit: str) -> str:
     """A commit's rows, each with the summary of its last run and, after a crash, the end of its log."""
+    with suppress(subprocess.CalledProcessError):  # this clone may not have it
+        commit = commit_of(commit)
     lines = []
     for row in [row for row in read_results() if row["commit"] == commit]:
         score = f"[{row['reason'] or 'crash'}]" if crashed(row) else f"{row['val_bpb']:.6f} {row['status']}"
