@@ -63,7 +63,7 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(prepa
     assert f"Reference: {base}, base, 1.3000." in night
     one = told(capsys, "crash")
     assert "77 GB" in one and f"runs/{crash}-42-1.5M" in one
-    with pytest.raises(prepare.PrepareError, match="results.tsv has no row of basis"):
+    with pytest.raises(prepare.PrepareError, match="has no row of basis"):
         told(capsys, "basis")
 
 
