@@ -1,6 +1,6 @@
 """
-Many experiments: supervised runs, waves of runs over the GPUs of a machine or a Ray cluster, what has been tried so
-far, and the report on the morning after. `python -m night COMMAND --help` lists the options.
+Many experiments: supervised runs, waves over the GPUs of a machine or a Ray cluster, nights of agents, what has been
+tried, and the report on the morning after. `python -m night COMMAND --help` lists the options.
 
 tune, report and Ray need pip install -e '.[night]'; plot needs '.[plot]'.
 """
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import harness
 import prepare
@@ -30,25 +31,23 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("night", description=__doc__, formatter_class=layout, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.set_defaults(per_gpu=1, locked=False, seeds=3, attribute=False)
+    options = partial(argparse.ArgumentParser, add_help=False)
 
-    budget = argparse.ArgumentParser(add_help=False)
-    either = budget.add_mutually_exclusive_group()
-    either.add_argument("--seconds", type=duration, help="training budget, instead of five minutes")
-    either.add_argument("--tokens", type=positive, help="training budget in tokens")
-    names = dict(choices=[*harness.GPUS, "cpu"], metavar="NAME")
-    budget.add_argument("--gpu", **names, help="use another GPU's numerics and model size")
-    limit = argparse.ArgumentParser(add_help=False)
+    budget = options()
+    add = budget.add_mutually_exclusive_group().add_argument
+    add("--seconds", type=duration, help="training budget, instead of five minutes")
+    add("--tokens", type=positive, help="training budget in tokens")
+    names, text = [*harness.GPUS, "cpu"], "use another GPU's numerics and model size"
+    budget.add_argument("--gpu", choices=names, metavar="NAME", help=text)
+    add = (limit := options()).add_argument
     text = f"kill a run after this ({LIMIT} x --per-gpu, plus --seconds above {prepare.TIME_BUDGET})"
-    limit.add_argument("--limit", type=duration, metavar="SECONDS", help=text)
-    limit.add_argument(
-        "--locked", action="store_true", help="score in another process than train.py's: docs/referee.md"
-    )
-    many = argparse.ArgumentParser(add_help=False, parents=[budget, limit])
-    many.add_argument("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
+    add("--limit", type=duration, metavar="SECONDS", help=text)
+    add("--locked", action="store_true", help="score in another process than train.py's: docs/referee.md")
+    add = (many := options(parents=[budget, limit])).add_argument
+    add("--per-gpu", type=int, default=1, metavar="K", help="run K at once on each GPU; needs --tokens")
     text = "of a Ray cluster ($RAY_ADDRESS; else this machine alone)"
-    many.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
-    nights = argparse.ArgumentParser(add_help=False, parents=[many])
-    add = nights.add_argument
+    add("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
+    add = (nights := options(parents=[many])).add_argument
     add("--agents", type=positive, metavar="N", help="agents at once (as many as runs at once)")
     add("--agent-limit", type=duration, default=600, metavar="SECONDS", help="for each call (600)")
     add("--agent-env", default="", metavar="NAME,...", help="more environment variables to pass on")
@@ -56,7 +55,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--runs", type=positive, metavar="N", help="end after this many, earlier ones included")
     add("--report", action="store_true", help="write a report at the end")
 
-    def command(function, *parents, help: str) -> Callable:
+    def command(function: Callable, *parents, help: str) -> Callable:
         name = function.__name__.replace("print_", "")
         own = commands.add_parser(name, parents=parents, help=help, description=help, allow_abbrev=False)
         own.set_defaults(function=function)
@@ -70,8 +69,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--discard", action="store_true", help="set all its rows to discard instead")
     add = command(wave, many, help="train each git revision's train.py on a GPU of its own, all at once")
     add("revisions", nargs="*", default=["HEAD"], metavar="REV")
-    text = "train each revision once with each of these seeds"
-    add("--seeds", type=integers, default=[harness.SEED], metavar="N,N,...", help=text)
+    add("--seeds", type=integers, default=[harness.SEED], metavar="N,N,...", help="train each with each of these")
     add = command(loop, nights, help="ask agents for one idea after another, train each, keep what is better")
     text = "gets a prompt on standard input, or in the file {prompt}; several of them take turns"
     add("--agent", action="append", required=True, metavar="COMMAND", help=text)
@@ -87,7 +85,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
     args = parser.parse_args(words)
     if args.per_gpu < 1 or (args.per_gpu > 1 and not args.tokens):
-        parser.error("--per-gpu needs --tokens, and a number above 0: runs that share a GPU slow each other down")
+        parser.error("--per-gpu needs --tokens, and a number above 0: runs on one GPU slow each other down")
     if "seconds" in args:
         args.budget = harness.budget_name(args.seconds, args.tokens)
     if "limit" in args:
@@ -95,20 +93,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return int(text)
+def positive(text: str, kind: type = int) -> float:
+    if not 0 < kind(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
+    return kind(text)
+
+
+def duration(text: str) -> float:
+    return positive(text, float)
 
 
 def integers(text: str) -> list[int]:
     return [harness.seed(number) for number in text.split(",")]
-
-
-def duration(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be finite and above 0")
-    return float(text)
 
 
 def main() -> int | None:

@@ -1,8 +1,7 @@
 """Which of the kept changes are real? Trains the last kept train.py without half of them at a time, with new seeds.
 
-Each run tells something about every change: 32 runs measure each of 12 effects to 0.35 standard deviations of
-a run (its standard error). Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
-Two runs share each seed, so what a seed does to all versions alike is not noise.
+Each run tells something about every change: 32 runs measure each of 12 effects with a standard error of 0.35 standard
+deviations of a run. Leaving out one at a time would take 200 runs. docs/keep_rules.md has the simulation.
 """
 
 import math
@@ -26,7 +25,7 @@ PAIRS = 8  # seeds with which a pruned file is compared with the full one
 
 @dataclass
 class Change:
-    """A kept change. Effects are what its removal costs, in bits per byte, averaged over others being in or out."""
+    """A kept change. val, test: what its removal costs, in bits per byte, averaged over others being in or out."""
 
     name: str
     val: float = math.nan
@@ -35,11 +34,11 @@ class Change:
     verdict: str = "no evidence"
 
 
-def design(count: int) -> tuple[np.ndarray, np.ndarray]:
+def design(count: int) -> tuple:
     """Which changes each run leaves out, bool (runs, count), and the number of its seed.
 
     Two runs share a seed: one leaves out what the other keeps. So seeds, and interactions of two changes, drop out of
-    each difference; any two changes are left out together in a quarter of the runs; four degrees of freedom are left.
+    their difference. At least four degrees of freedom are left.
     """
     from scipy.linalg import hadamard
 
@@ -49,8 +48,7 @@ def design(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def try_changes(changes: list[Change], measure: Callable) -> None:
-    """Sets the effects and the verdict of each change. `needed`: every run without it crashed; the others are then
-    tried again.
+    """Sets effects and verdict of each change. `needed`: every run without it crashed; the others are tried again.
 
     measure(left_out, seeds): trains a run per row of left_out (runs, changes), with seeds (runs,), counted from 0;
     returns what was really left out, with which seeds, and (runs, 2) val_bpb and test_bpb, NaN for crashes.
@@ -72,8 +70,7 @@ def try_changes(changes: list[Change], measure: Callable) -> None:
 
 def estimate(changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, scores: np.ndarray) -> None:
     """Least squares, with a term for each seed. `real` and `harmful`: by one-sided t tests on val; a real change must
-    also help on test, which no experiment has seen. No verdict on effects that the runs cannot tell from others, after
-    crashes."""
+    help on test, too. No verdict on effects that the runs, after crashes, cannot tell apart."""
     from scipy import stats
 
     terms = np.column_stack([left_out, seeds[:, None] == np.unique(seeds)]).astype(float)
@@ -95,35 +92,38 @@ def estimate(changes: list[Change], left_out: np.ndarray, seeds: np.ndarray, sco
 def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
     """Trains all it needs, in two waves; returns a Markdown table and the result of pruning.
 
-    line: rows of commits each of which contains the one before, the baseline first. gain: of the last over the first,
-    with new seeds.
+    line: see `lineage`. gain: of its last commit over the first, with new seeds.
     """
     files = [read_train(row["commit"]) for row in line]
     full = line[-1]["commit"], line[-1]["description"]
     parts = units(files)
     changes = [Change("; ".join(line[i]["description"] for i in sorted(unit))) for unit in parts]
 
-    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def version(dropped: set[int]) -> tuple[str, str]:
+        """Commit and subject of the last file without these changes."""
+        if not dropped:
+            return full
+        subject = f"{full[0]} without changes {', '.join(map(str, sorted(dropped)))}"
+        return commit_train(full[0], without(files, dropped), subject, "without/"), subject
+
+    def measure(plan: np.ndarray, seeds: np.ndarray) -> tuple:
         dropped = [possible(files, [parts[i] for i in np.flatnonzero(row)]) for row in plan]
         done = np.array([[unit <= one for unit in parts] for one in dropped])
         once = np.unique(np.column_stack([done, seeds]), axis=0, return_index=True)[1]  # some may be the same run
-        runs = [Run(*build(files, dropped[i], full), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
+        runs = [Run(*version(dropped[i]), ATTRIBUTION_SEEDS + int(seeds[i])) for i in once]
         return done[once], seeds[once], score_runs(trainer, runs)
 
     try_changes(changes, measure)
-    lines = [
-        "| change | mean cost of removal, val | standard error | test | verdict |\n| --- | --- | --- | --- | --- |"
-    ]
+    lines = ["| change | mean cost of removal, val | standard error | test | verdict |", "| --- " * 5 + "|"]
     for change in changes:
         numbers = f"{change.val:+.4f} | {change.error:.4f} | {change.test:+.4f}".replace("+nan", "").replace("nan", "")
         name = change.name.replace("|", r"\|")
         lines.append(f"| {name} | {numbers} | {change.verdict} |")
-    text = f"`real`: on val; up to {LEVEL:.0%} of such verdicts are wrong. Costs are means over files with and without "
-    text += "the other changes."
+    text = f"Up to {LEVEL:.0%} of the `real` are not. Costs are means over files with and without the other changes."
     idle = [unit for unit, change in zip(parts, changes, strict=True) if change.verdict in ("harmful", "no evidence")]
     if dropped := possible(files, idle):
-        pruned = build(files, dropped, full)
-        runs = [Run(*version, 2001 + i) for i in range(PAIRS) for version in (full, pruned)]
+        pruned = version(dropped)
+        runs = [Run(*each, 2001 + i) for i in range(PAIRS) for each in (full, pruned)]
         found, fine = prune(score_runs(trainer, runs)[:, 0].reshape(PAIRS, 2), gain)
         text += f" The pruned file lacks {len(dropped)} commits' changes. {found}"
         if fine:
@@ -136,11 +136,12 @@ def attribute(line: list[dict], trainer: Trainer, gain: float) -> str:
 
 def lineage(rows: list[dict]) -> list[dict]:
     """The first rows of the commits that were kept on the way to the reference, by first parents: a change is what one
-    adds to the one before. Of ideas that were tried side by side and then merged, one is such a commit, and the merge
-    has the others."""
+    adds to the one before. Of ideas that were merged, one is such a commit, and the merge has the others."""
+    if not rows:
+        return []
     first = {row["commit"]: row for row in reversed(rows)}
-    line = [git("rev-list", "--first-parent", "--reverse", row["commit"]) for row in kept(rows)[-1:]]
-    return [first[commit[:7]] for commits in line for commit in commits.split() if commit[:7] in first]
+    line = git("rev-list", "--first-parent", "--reverse", kept(rows)[-1]["commit"]).split()
+    return [first[commit[:7]] for commit in line if commit[:7] in first]
 
 
 def score_runs(trainer: Trainer, runs: list[Run]) -> np.ndarray:
@@ -151,8 +152,7 @@ def score_runs(trainer: Trainer, runs: list[Run]) -> np.ndarray:
 
 
 def units(files: list[bytes]) -> list[set[int]]:
-    """The changes, numbered from 1, that are judged: together if they are on the same lines, so that one cannot be left
-    out without the other."""
+    """The changes, numbered from 1, in sets of those that can only be left out together."""
     found: list[set[int]] = []
     for i in range(1, len(files)):
         unit = group(files, i).union(*(other for other in found if other & group(files, i)))
@@ -161,7 +161,7 @@ def units(files: list[bytes]) -> list[set[int]]:
 
 
 def possible(files: list[bytes], wanted: list[set[int]]) -> set[int]:
-    """The changes of those units that can be left out together."""
+    """The changes of those units that can be left out at once."""
     dropped: set[int] = set()
     for unit in wanted:
         if without(files, dropped | unit) is not None:
@@ -169,16 +169,8 @@ def possible(files: list[bytes], wanted: list[set[int]]) -> set[int]:
     return dropped
 
 
-def build(files: list[bytes], dropped: set[int], full: tuple[str, str]) -> tuple[str, str]:
-    """Commit and subject of the last file without the dropped changes. full: those of the last file itself."""
-    if not dropped:
-        return full
-    subject = f"{full[0]} without changes {', '.join(map(str, sorted(dropped)))}"
-    return commit_train(full[0], without(files, dropped), subject, "without/"), subject
-
-
 def prune(scores: np.ndarray, gain: float) -> tuple[str, bool]:
-    """Whether the pruned file surely keeps all but SHARE of the gain, and what to say about it.
+    """What to say of a pruned file, and whether it surely keeps all but SHARE of the gain.
 
     scores: (pairs, 2) val_bpb of the full and of the pruned file with the same seeds, NaN for crashes."""
     allowed, crashed = SHARE * max(gain, 0), np.isnan(scores)

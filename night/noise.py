@@ -17,14 +17,14 @@ from night.rows import place
 
 ATTRIBUTION_SEEDS = 1001  # from here on
 NUDGED = "noise: like "  # and a commit: begins the subject of a version of it that only measures the noise
-NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: too little to matter, enough for other luck
+NUDGES = (1.001, 0.999, 1.0005)  # factors for constants: see `nudged`
 KNOWN = 3  # degrees of freedom from which a standard deviation between versions counts
 SHARE = 0.1  # of a night's gain: what a pruned file may lose
 MISS = 0.05  # chance that a statement is wrong: a pruned file that loses more, a gain outside its interval
 
 
 def noise_versions(base: str, branch: str) -> list[tuple[str, str]]:
-    """Commits, with subjects, of what ought to score as `base` does: by how much it does not, changes can be judged."""
+    """Commits and subjects of versions that should score as `base` does: how much they differ is noise."""
     text = read_train(base)
     found = [(nudged(text, factor), f"{NUDGED}{base}, constants x {factor}") for factor in NUDGES]
     return [(commit_train(base, other, name, f"{branch}-noise/"), name) for other, name in found if other != text]
@@ -43,9 +43,8 @@ def with_error(values: Collection[float], form: str, error_form: str) -> str:
 def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
     """Standard deviation of val_bpb over seeds, and its degrees of freedom; (0.0, 0) if nothing was repeated.
 
-    Pooled over all commits that ran again on the row's GPU, budget and dataset, reports included, but without runs of
-    an attribution, which estimates the noise itself. same_seed: after removing the mean of each seed over commits, and
-    a version that only measures the noise counts as the commit that it is of, run again.
+    Pooled over all commits that ran again on the row's GPU, budget and dataset, reports included, attributions not.
+    same_seed: without the mean of each seed over commits; a version of `noise_versions` is its base, run again.
     """
     runs = {}  # one per commit and seed: the same run may be repeated
     for other in harness.read_results():
@@ -69,15 +68,15 @@ def seed_noise(row: dict, same_seed: bool = False) -> tuple[float, int]:
 
 
 class Noise(NamedTuple):
-    """The standard deviation of val_bpb between commits with the same seed, or over seeds if that has fewer than KNOWN
-    degrees of freedom; 0.0: unknown."""
+    """The standard deviation of val_bpb between commits with one seed, or over seeds if few commits share any; 0.0:
+    unknown."""
 
     sd: float
     whose: str
 
     @classmethod
     def of(cls, row: dict) -> "Noise":
-        """That of rows of this row's kind."""
+        """For rows of this row's kind."""
         sd, freedom = seed_noise(row, same_seed=True)
         if freedom < KNOWN:
             return cls(seed_noise(row)[0], "of a seed")
@@ -91,8 +90,7 @@ class Noise(NamedTuple):
 def miss_of_look(look: int) -> float:
     """The chance that the interval of the first, second, ... look at more seeds misses the true gain: 3%, 1%, 0.5%, ...
 
-    However many looks there are, all their intervals hold with a chance of 1 - MISS (Bonferroni), as long as what one
-    look says does not choose the number of seeds of the next: it is twice as many."""
+    All hold with a chance of 1 - MISS (Bonferroni) unless one look chooses the number of seeds of the next."""
     return 0.6 * MISS if look == 1 else 0.4 * MISS / 2 ** (look - 1)
 
 
@@ -109,8 +107,8 @@ def interval(differences: ArrayLike, miss: float = MISS) -> tuple:
 def shrink(gains: ArrayLike, sd: ArrayLike) -> np.ndarray:
     """What each of a night's gains is on average, given its measured value: the best of many is partly luck.
 
-    An empirical Bayes mean: if each true gain is one of the measured ones or nothing, EM finds which shares of these
-    make the measured ones likeliest, with two more that are nothing. sd: of each measurement."""
+    An empirical Bayes mean: if each true gain is one of the measured ones or nothing, EM finds the likeliest shares of
+    these, given two more that are nothing. sd: of each measurement."""
     true = np.append(gains, 0.0)
     likely = np.exp(-0.5 * ((np.reshape(gains, (-1, 1)) - true) / np.reshape(sd, (-1, 1))) ** 2)
     share = np.full(len(true), 1 / len(true))

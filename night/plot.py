@@ -1,6 +1,6 @@
 """A picture of the night: results.tsv as progress.png."""
 
-import argparse
+from argparse import Namespace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from prepare import PrepareError
 GREEN = "#2da44e"  # legible on white and on black
 
 
-def plot(args: argparse.Namespace | None = None) -> None:
+def plot(args: Namespace | None = None) -> None:
     """Draws a chart of all experiments for each GPU, budget and dataset."""
     groups = [rows for rows in grouped(experiments(), place).values() if any(row["val_bpb"] for row in rows)]
     if not groups:

@@ -1,4 +1,4 @@
-"""Where runs are trained: `Local` is this machine, without Ray; night/ray_pool.py is a cluster.
+"""Where runs are trained: `Local` is this machine; night/ray_pool.py is a cluster.
 
 A pool trains up to `slots` runs at once: `submit` starts one, `ended` yields those that end within half a second,
 `close` ends all. They end with this process in any case.
@@ -27,7 +27,7 @@ for i in range(torch.cuda.device_count()):
 
 
 class Run(NamedTuple):
-    """One run. Commit and seed identify it in results.tsv. base: the commit to beat, "" if there is none."""
+    """base: the commit to beat, if there is one."""
 
     commit: str
     description: str
@@ -39,12 +39,7 @@ class Run(NamedTuple):
         return self.commit, self.seed
 
     def __str__(self) -> str:
-        return f"{self.commit} {label(self._asdict())}"
-
-
-def label(run: dict) -> str:
-    """Description and seed, unless it is the usual one. run: may be a row."""
-    return run["description"] + f", seed {run['seed']}" * (run["seed"] != harness.SEED)
+        return f"{self.commit} {self.description}" + f", seed {self.seed}" * (self.seed != harness.SEED)
 
 
 class Ended(NamedTuple):
@@ -56,17 +51,15 @@ class Ended(NamedTuple):
 
 
 def our_files(locked: bool) -> dict[str, bytes]:
-    """What replaces a commit's files: today's night/, this clone's dataset and, if locked, what scores a run."""
+    """What replaces a commit's files: this clone's night/ and dataset and, if locked, what scores a run."""
     names = ["night/*.py", *["harness/*.py", "prepare.py"] * locked]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for name in names for path in ROOT.glob(name)}
     return files | {".dataset": prepare.current_dataset().name.encode()}
 
 
 def gpu_names(imitates: str | None) -> list[str]:
-    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError.
-
-    Another process asks for them, so that this one takes no GPU memory."""
-    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]
+    """This machine's GPUs, as in the gpu column of a run that imitates another one. Raises PrepareError."""
+    command = [sys.executable, "-c", GPU_NAMES, imitates or ""]  # this process takes no GPU memory
     try:
         asked = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=ANSWER)
     except subprocess.TimeoutExpired:
@@ -77,7 +70,7 @@ def gpu_names(imitates: str | None) -> list[str]:
 
 
 def one_model(names: list[str]) -> str:
-    """The model of all GPUs, whose names these are. Raises PrepareError if there are several."""
+    """The name that all these GPUs have. Raises PrepareError if there are several."""
     if len({*names}) > 1:
         raise PrepareError(f"scores compare on GPUs of one model only, not on {', '.join(sorted({*names}))}")
     return names[0]
@@ -93,8 +86,7 @@ class Local:
         self.active, self.failed = {}, []
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
-        """Starts a Python command in a checkout of a commit's files, `packed` as a tar, on the GPU with the fewest
-        runs. record: see harness.night_record."""
+        """Starts a Python command in a checkout of `packed`, a commit's tar, on the GPU with the fewest runs."""
         gpu = max(self.free, key=self.free.count)
         env = environment(len(os.sched_getaffinity(0)) // self.slots) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         try:

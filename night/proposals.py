@@ -11,7 +11,7 @@ from pathlib import Path
 import harness
 import prepare
 from night.git import archive, compiled, git, git_bytes, read_train
-from night.records import RUNS, record_of
+from night.run import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it

@@ -1,11 +1,11 @@
-"""A Ray cluster as a pool. Its nodes need the dependencies, but no clone: they get functions by value."""
+"""A Ray cluster as a pool. Its nodes need the dependencies, but no clone."""
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 
 from night import checkout
@@ -36,14 +36,14 @@ def check_cluster(address: str) -> None:
 class RayPool:
     """A cluster: a slot per GPU, times `per_gpu`. All nodes must have the dataset and GPUs of one `model`."""
 
-    def __init__(self, args: argparse.Namespace, dataset: str):
+    def __init__(self, args: Namespace, dataset: str):
         os.environ.setdefault("RAY_task_oom_retries", "0")  # by default, Ray restarts what it killed for its memory
         import ray
 
         check_cluster(args.address)
-        # Ray cancels runs by SIGINT. A process started with `&` in a script ignores it, and Ray's workers inherit that
+        # Ray cancels runs by SIGINT, which workers ignore if a script has started this process with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for module in (checkout, sys.modules[__name__]):
+        for module in (checkout, sys.modules[__name__]):  # which nodes may not have
             ray.cloudpickle.register_pickle_by_value(module)
         ray.init(address=args.address, log_to_driver=False, logging_level="ERROR")
         self.ray, self.limit, self.files, self.tasks = ray, args.limit, ray.put(our_files(args.locked)), {}
@@ -54,8 +54,8 @@ class RayPool:
         gpus = [node["Resources"].get("GPU", 1) for node in nodes]
         cores = min(node["Resources"].get("CPU", 1) / n for node, n in zip(nodes, gpus, strict=True))
         self.slots = int(sum(gpus)) * args.per_gpu
-        share = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # for a run alone on its GPU
-        share = {name: int(1e4 * n / args.per_gpu) / 1e4 for name, n in share.items()}  # Ray's unit
+        whole = {"num_cpus": cores, "num_gpus": int(device == "GPU")}  # a run alone on its GPU
+        share = {name: int(1e4 * n / args.per_gpu) / 1e4 for name, n in whole.items()}  # in Ray's unit
         self.task = ray.remote(max_retries=1, **share)(run_in_checkout)
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
@@ -73,7 +73,7 @@ class RayPool:
         self.ray.shutdown()
 
 
-def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
+def result(task) -> tuple:
     """What run_in_checkout returns, with Ray's error as the reason if it does not."""
     import ray
 
@@ -84,7 +84,7 @@ def result(task) -> tuple[str, list[str], str, dict[str, bytes]]:
 
 
 def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[tuple[dict, str]]:
-    """The nodes with their GPU models, without those that have just died. PrepareError if one has not the dataset."""
+    """The nodes that are alive, with their GPU models. PrepareError if one does not have the dataset."""
     import ray
 
     task, head = ray.remote(num_cpus=0, max_retries=0)(run_in_checkout), archive("HEAD")
@@ -102,10 +102,8 @@ def probe(nodes: list[dict], dataset: str, imitates: str | None, files) -> list[
     return found
 
 
-def run_in_checkout(
-    packed: bytes, files: dict, command: list[str], record=None, limit: float = float("inf")
-) -> tuple[str, list[str], str, dict[str, bytes]]:
-    """Ray task: runs a Python command in a temporary checkout; returns its result."""
+def run_in_checkout(packed: bytes, files: dict, command: list[str], record=None, limit=float("inf")) -> tuple:
+    """Ray task: runs a Python command in a temporary checkout. Returns Checkout.result()."""
     import ray
 
     cores = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))

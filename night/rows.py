@@ -1,8 +1,8 @@
-"""Which rows of results.tsv belong together, night's verdicts and a person's, and the commit to start from."""
+"""Rows of results.tsv: which belong together, night's verdicts and a person's, the commit to start from."""
 
-import argparse
 import statistics
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from prepare import PrepareError
 
 
 class Kind(NamedTuple):
-    """What comparable rows have in common."""
+    """What comparable rows have in common: see `place`."""
 
     gpu: str
     budget: str
@@ -33,31 +33,30 @@ class Kind(NamedTuple):
         return place(row) == self[:3] and (row["status"] == "report") == self.report
 
 
-def kind_here(args: argparse.Namespace, gpu: str = "") -> Kind:
+def kind_here(args: Namespace, gpu: str = "") -> Kind:
     """The kind of row that a run with these options gets, on this machine's GPU unless another one is named."""
     gpu = gpu or (gpu_names(args.gpu) or ["cpu"])[0]
     return Kind(gpu + f" as {args.gpu}" * bool(args.gpu), args.budget, prepare.dataset_id())
 
 
 def place(row: dict) -> tuple[str, str, str]:
-    """GPU, budget and dataset: rows that agree in these are comparable."""
     return row["gpu"], row["budget"], row["dataset"]
 
 
 def run_name(row: dict) -> tuple[str, int]:
-    """Commit and seed, which tell runs of a kind apart."""
+    """What tells runs of a kind apart."""
     return row["commit"], row["seed"]
 
 
 def experiments() -> list[dict]:
-    """The rows of results.tsv, except those of reports, and crashes whose run has a later row."""
+    """The rows of results.tsv but those of reports, and crashes whose run has a later row."""
     rows = [row for row in harness.read_results() if row["status"] != "report"]
     last = {(*run_name(row), *place(row)): i for i, row in enumerate(rows)}
     return [row for i, row in enumerate(rows) if not crashed(row) or i in last.values()]
 
 
 def grouped(rows: Iterable[dict], key: Callable) -> dict:
-    """Lists of rows by key(row), in order of first appearance."""
+    """Lists of rows by key(row), in the order of their first rows."""
     groups = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -65,18 +64,18 @@ def grouped(rows: Iterable[dict], key: Callable) -> dict:
 
 
 def one_seed(rows: list[dict]) -> list[dict]:
-    """The rows with the seed that most scores have: these can be compared."""
+    """The rows with the seed that most scores have."""
     seed = statistics.mode([row["seed"] for row in rows if not crashed(row)] or [harness.SEED])
     return [row for row in rows if row["seed"] == seed]
 
 
 def baseline(rows: list[dict]) -> dict:
-    """The first kept row, else the first score, else the first crash. A wave's ideas may end before it."""
+    """The first kept row, as a wave's ideas may end before it; else the first score, else the first crash."""
     return min(rows, key=lambda row: (row["status"] != "keep", crashed(row)))
 
 
 def good(rows: list[dict], commit: str) -> list[dict]:
-    """Rows of a commit that did not crash. (Of uncommitted files, a row's commit has a +.)"""
+    """Rows of a commit that did not crash."""
     return [row for row in rows if row["commit"] == commit and not crashed(row)]
 
 
@@ -93,9 +92,8 @@ def pairs(rows: list[dict], first: str, last: str, split: str = "val") -> list[t
 
 
 def reference(kind: Kind) -> str:
-    """The commit that the next experiment of a kind starts from: that of the last kept row, else of the first row.
-
-    Only rows in HEAD's history count, and no crashes. Without any: the reference of the five-minute runs, else HEAD."""
+    """The commit that the next experiment of a kind starts from: that of the last kept row, else of the first score, in
+    HEAD's history. Without any: the reference of the five-minute runs, else HEAD."""
     for each in (kind, five_minutes(kind)):
         rows = [row for row in in_history(each.rows()) if not crashed(row)]
         if rows:
@@ -104,28 +102,27 @@ def reference(kind: Kind) -> str:
 
 
 def kept(rows: list[dict]) -> list[dict]:
-    """The kept rows; the last one is that of the reference. If a commit runs again, with another seed, that run's own
-    `keep` does not count: it would make an earlier commit the reference."""
+    """The kept rows; the last one is that of the reference. If an earlier commit runs again, with another seed, its new
+    `keep` does not make it the reference."""
     rows = [row for row in rows if row["status"] == "keep"]
     first = {row["commit"]: row for row in reversed(rows)}
     return [row for row in rows if row is first[row["commit"]] or row["by"] != "run"]
 
 
 def kept_before(rows: list[dict], commit: str) -> set[str]:
-    """The commits in HEAD's history that were kept before a commit's first row: if they run again, they are no ideas to
-    judge by it."""
+    """The commits in HEAD's history that were kept before a commit's first row: they are no ideas to judge by it."""
     rows = in_history(rows)
     first = next((i for i, row in enumerate(rows) if row["commit"] == commit), len(rows))
     return {row["commit"] for row in rows[:first] if row["status"] == "keep"}
 
 
 def five_minutes(kind: Kind) -> Kind:
-    """Runs of train.py without options on the same GPU."""
+    """Runs on the same GPU without options."""
     return kind._replace(gpu=kind.gpu.partition(" as ")[0], budget=harness.budget_name())
 
 
 def change_status(rows: Iterable[dict], status: str, by: str = "night") -> list[dict]:
-    """Sets the status of rows, unless a person has; returns those that have it now. Nothing else changes a status."""
+    """Sets the status of rows, unless a person has; returns those that have it now."""
     for row in rows:
         if by == "person" or row["by"] != "person":
             row |= {"status": status, "by": by}
@@ -139,7 +136,7 @@ def move_to_end(log: list[dict], rows: list[dict]) -> None:
 
 def judge(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
     """Keeps the ideas among these runs (see `run_name`) whose mean is below that of `base` with the same seeds, and
-    discards the others. Rows that are kept from now on move to the end of the log."""
+    discards the others. Rows that become a `keep` move to the end of the log."""
     with harness.edit_log() as log:
         held = list(filter(kind.holds, log))
         rows = [row for row in held if run_name(row) in runs]
@@ -152,8 +149,8 @@ def judge(runs: Collection[tuple[str, int]], base: str, kind: Kind) -> None:
 
 
 def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
-    """Sets a commit's status: `keep` in its last row, which moves behind later kept ones, or `discard` in all its rows.
-    Returns whether it has a row."""
+    """Sets `keep` in a commit's last row, which moves behind later kept ones, or `discard` in all its rows. Returns
+    whether it has one."""
     with harness.edit_log() as log:
         rows = list(filter(kind.holds, log))
         found = good(rows, commit)
@@ -164,11 +161,9 @@ def set_status(commit: str, kind: Kind, status: str, by: str = "night") -> bool:
     return bool(found)
 
 
-def keep(args: argparse.Namespace) -> None:
+def keep(args: Namespace) -> None:
     """Sets a commit's status for good and prints the new reference."""
-    kind = kind_here(args)
-    commit = commit_of(args.revision)
-    status = "discard" if args.discard else "keep"
+    kind, commit, status = kind_here(args), commit_of(args.revision), "discard" if args.discard else "keep"
     if not set_status(commit, kind, status, by="person"):
         raise PrepareError(f"results.tsv has no result of {commit} on {kind}")
     print(f"{status} {commit}; the next experiment starts from {reference(kind)}")
@@ -176,7 +171,7 @@ def keep(args: argparse.Namespace) -> None:
         print(f"{commit} is on another branch: merge it, or it will not count")
 
 
-def print_reference(args: argparse.Namespace) -> None:
+def print_reference(args: Namespace) -> None:
     kind = kind_here(args)
     print(reference(kind))
     if not (kind.rows() or five_minutes(kind).rows()) and experiments():

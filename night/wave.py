@@ -1,13 +1,12 @@
 """Waves: trains git revisions side by side, each on its own GPU of this machine or of a Ray cluster."""
 
-import argparse
 import math
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import harness
 import prepare
@@ -15,17 +14,16 @@ from harness import crashed
 from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
-from night.pool import Ended, Local, Run, gpu_names, label, one_model
-from night.records import new_record
+from night.pool import Ended, Local, Run, gpu_names, one_model
 from night.rows import Kind, good, grouped, judge, kept_before, kind_here, pairs, place, reference, run_name, scores
-from night.run import train_options
+from night.run import new_record, record_folder, train_options
 from prepare import PrepareError
 
 PAUSE = 10  # seconds until a full disk is tried again
 
 
-def wave(args: argparse.Namespace) -> None:
-    """Trains every revision and the reference with every seed that has no row yet; prints a table."""
+def wave(args: Namespace) -> None:
+    """Trains every revision and the reference with every seed, unless it has a score; prints a table."""
     ideas = revisions(args.revisions)
     trainer = Trainer(args, *start_pool(args))
     base = reference(trainer.kind)
@@ -37,27 +35,25 @@ def wave(args: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict], base: str) -> str:
-    """One line per revision: val_bpb and its difference from the reference with the same seeds, both with standard
-    errors if there are several seeds."""
+    """A line per revision: val_bpb, and its difference from the reference with the same seeds."""
     lines = []
     for commit, group in grouped(rows, lambda row: row["commit"]).items():
-        own = scores(group)
-        change = with_error([after - before for before, after in pairs(rows, base, commit)], "+.6f", ".5f")
-        change = "reference" if commit == base else change
+        own, last = scores(group), group[-1]
+        changes = [after - before for before, after in pairs(rows, base, commit)]
+        change = "reference" if commit == base else with_error(changes, "+.6f", ".5f")
         bpb = with_error(own.values(), ".6f", ".5f") or "0.000000"
         status = "+".join(sorted({"crash" if crashed(row) else row["status"] for row in group}))
         tokens = max(row["tokens_M"] for row in group)
-        text = label(group[-1]) if len(group) == 1 else f"{group[-1]['description']}, {len(own)} seeds"
-        line = f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {commit}  {text}, {group[-1]['gpu']}"
-        lines.append((not own, line))
-    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit   description, GPU"
+        text = str(Run(commit, last["description"], last["seed"]))
+        if len(group) > 1:
+            text = f"{commit} {last['description']}, {len(own)} seeds"
+        lines.append((not own, f"{bpb:18}  {change:19}  {tokens:8.1f}  {status:7}  {text}"))
+    head = f"{'val_bpb':18}  {'vs reference':19}  tokens_M  status   commit  description"
     return "\n".join([head, *(line for _, line in sorted(lines))])
 
 
-def start_pool(args: argparse.Namespace) -> tuple:
-    """The pool at args.address, or this machine's; and the kind of row that runs get.
-
-    Raises PrepareError if another wave is at work."""
+def start_pool(args: Namespace) -> tuple:
+    """The pool at args.address, or this machine's; and the kind of row that runs get."""
     # locked until this process ends; in the git directory, which no `git clean` touches
     args.alone = open(journal_of(harness.RESULTS).with_name("results.tsv.wave"), "ab")
     if not prepare.lock(args.alone, patience=1):
@@ -70,24 +66,24 @@ def start_pool(args: argparse.Namespace) -> tuple:
         pool = RayPool(args, prepare.dataset_id())
         return pool, kind_here(args, pool.model)
     names = gpu_names(args.gpu)
-    places = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
-    places = [gpu.strip() for gpu, _ in zip(places.split(","), names, strict=False)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
+    places = [gpu.strip() for gpu in visible.split(",")][: len(names)]
     return Local(places, args.per_gpu, args.limit, args.locked), kind_here(args, one_model(names or ["cpu"]))
 
 
 class Trainer:
-    """Trains in a pool: `fill` starts what is in `todo`, `ended` yields rows of what has ended, `train` does both."""
+    """Trains in a pool: `fill` starts what is in `todo`, `ended` yields rows of what has ended, `train` does both.
 
-    def __init__(self, args: argparse.Namespace, pool, kind: Kind):
+    After a signal, `ended` ends all runs and this process."""
+
+    def __init__(self, args: Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
         self.todo: list[Run] = []  # runs that wait for a slot
-        self.pending: dict[Run, Path | None] = {}  # runs in the pool, with the folders of their records
+        self.pending: list[Run] = []  # runs in the pool
         self.stopped = []  # not empty after a signal
 
     def train(self, runs: list[Run]) -> list[dict]:
-        """Trains the runs that have no score of this kind; returns each run's last row.
-
-        From now on, a signal ends all runs and this process: see `ended`."""
+        """Trains the runs that have no score of this kind; returns each run's last row."""
         rows = [row for row in self.kind.rows() if not crashed(row) and (not self.kind.report or row["test_bpb"])]
         done = {run_name(row) for row in rows}
         runs = list(dict.fromkeys(runs))
@@ -117,59 +113,52 @@ class Trainer:
         command = ["-m", "night", "run", f"--limit={args.limit}", *train_options(args, run.seed)]
         command += ["--locked"] * args.locked
         record = dict(commit=run.commit, description=run.description, log=True, score_test=self.kind.report)
-        folder = None
         with suppress(OSError):  # the run goes on without a record
-            folder = new_record(*run.name, args.gpu, args.budget)
-            record["folder"] = str(folder)
+            record["folder"] = str(new_record(*run.name, args.gpu, args.budget))
         self.pool.submit(run, packed, command, record)
-        self.pending[run] = folder
+        self.pending.append(run)
         print(f"start    {run}")
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
-        """Logs and yields the rows of runs that end within half a second.
-
-        After a signal, ends all runs, then this process with status 130."""
+        """Logs and yields the rows of runs that end within half a second."""
         for result in self.pool.ended():
             if self.stopped:  # it may have ended a run, too
                 break
-            yield result.run, self.log(result, self.pending.pop(result.run))
+            self.pending.remove(result.run)
+            yield result.run, self.log(result)
         if self.stopped:
             print("interrupted: the same command continues")
             self.pool.close()
             sys.exit(130)
 
-    def log(self, result: Ended, folder: Path | None) -> dict:
-        """Logs a run's row, and keeps its record."""
-        for name, content in result.record.items() if folder else ():
+    def log(self, result: Ended) -> dict:
+        """Logs the last row that a run has left in its checkout, else a crash, and keeps its record."""
+        run, kind = result.run, self.kind
+        for name, content in result.record.items():
             with suppress(OSError):
-                (folder / name).write_bytes(content)
+                (record_folder(*run.name, self.args.gpu, self.args.budget) / name).write_bytes(content)
+        crash = dict(val_bpb=0.0, memory_gb=0.0, gpu=kind.gpu, dataset=kind.dataset, reason=result.reason)
+        rows = [harness.columns.EMPTY | crash]
+        with suppress(ValueError):
+            rows += harness.parse_log(result.rows)[0]
+        row = rows[-1] | dict(commit=run.commit, description=run.description, seed=run.seed, budget=kind.budget)
+        name = *run.name, *place(row)
         while True:
-            row = log_row(result, self.kind)
-            name = *run_name(row), *place(row)
+            row["status"] = harness.log_result(**row, to_beat=to_beat(run, row["gpu"], kind), report=kind.report)
             if self.stopped or name in [(*run_name(other), *place(other)) for other in harness.read_results()]:
                 break
             time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
-        text = f"{row['status']:8} {row['val_bpb']:.6f}  {result.run}  {row['reason']}"
+        text = f"{row['status']:8} {row['val_bpb']:.6f}  {run}  {row['reason']}"
         print(text, *(result.tail if row["reason"] else []), sep="\n    ")
         return row
 
 
-def log_row(result: Ended, kind: Kind) -> dict:
-    """Logs the last row that a run left in its checkout, else a crash; returns it.
-
-    An idea that ends before the reference is a `discard` until `judge` has its say."""
-    (commit, description, seed, base), rows = result.run, kind.rows()
-    row = dict(val_bpb=0.0, memory_gb=0.0, gpu=kind.gpu, dataset=kind.dataset, reason=result.reason)
-    row = harness.columns.EMPTY | row
-    with suppress(ValueError):
-        *_, row = [row, *harness.parse_log(result.rows)[0]]
-    if kind.report:
-        to_beat = None
-    elif commit == base:
-        to_beat = math.inf
-    elif row["gpu"] != kind.gpu or commit in kept_before(rows, base):
-        to_beat = 0.0
-    else:
-        to_beat = scores(good(rows, base)).get(seed, 0.0)
-    row |= dict(commit=commit, description=description, seed=seed, budget=kind.budget)
-    return row | {"status": harness.log_result(**row, to_beat=to_beat, report=kind.report)}
+def to_beat(run: Run, gpu: str, kind: Kind) -> float:
+    """Below this, the score of a run that has just ended is a `keep`: that of the reference with the same seed; if that
+    has none yet, 0.0 until `judge` has its say."""
+    if run.commit == run.base:
+        return math.inf
+    rows = kind.rows()
+    if gpu != kind.gpu or run.commit in kept_before(rows, run.base):
+        return 0.0
+    return scores(good(rows, run.base)).get(run.seed, 0.0)

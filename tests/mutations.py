@@ -496,7 +496,7 @@ SECTIONS = [
         ("ticks = int(", "ticks = 0 * int("),
         ("return sum(p.numel() for p in model.parameters())", "return sum(p.numel() for p in model.parameters() if p.ndim < 2)"),
     ]),
-    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or not_logged_leaves or that_is_killed"], [
+    ("The record of a run", "harness", ["test_run.py", "-k", "folder_of_its_record or unlogged"], [
         ('"val_bpb": round(val_bpb, 6)', '"val_bpb": f"{val_bpb:.6f}"'),
         ('summary.setdefault("status", status)', 'summary["status"] = status'),
         ('{"status": "crash", "reason": reason}', '{"status": "crash"}'),
@@ -876,7 +876,7 @@ SECTIONS = [
     ]),
     ("A run in a night", "night/run.py", ["test_night.py", "-k", "killed or just_ended or true_reason or named_by or by_hand or imported or whatever_changes"], [
         (" and len(self.own(harness.read_results())) <= self.rows_before", ""),
-        ('    if code < 0:\n        row.make_up("killed")\n', ""),
+        ('    if code < 0:\n        row.ensure_row("killed")\n', ""),
         ("    harness.handle_signals(signal.SIG_IGN)\n    code", "    code"),
         ("    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)", "    #"),
         ("    end_children()\n    if code < 0:", "    if code < 0:"),
@@ -911,22 +911,22 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or decides or killed or crash_of or interrupted"], [
         ("tokens = max(", "tokens = min("),
-        ("scores(good(rows, base)).get(seed, 0.0)", "0.0"),
-        ("scores(good(rows, base)).get(seed, 0.0)", "scores(good(rows, base)).get(seed, 9.0)"),
-        ("scores(good(rows, base)).get(seed, 0.0)", "min([9.0, *scores(good(rows, base)).values()])"),
-        ("    elif commit == base:\n", "    elif False:\n"),
+        ("scores(good(rows, run.base)).get(run.seed, 0.0)", "0.0"),
+        ("scores(good(rows, run.base)).get(run.seed, 0.0)", "scores(good(rows, run.base)).get(run.seed, 9.0)"),
+        ("scores(good(rows, run.base)).get(run.seed, 0.0)", "min([9.0, *scores(good(rows, run.base)).values()])"),
+        ("    if run.commit == run.base:\n", "    if False:\n"),
         ("    judge({run.name", "    print({run.name"),
         ("if not crashed(row) and (not self", "if (not self"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
-        ("(folder / name).write_bytes(content)", "pass"),
+        ("(record_folder(*run.name, self.args.gpu, self.args.budget) / name).write_bytes(content)", "pass"),
         ("            if self.stopped:  # it may", "            if False:  # it may"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "a_killed_wave"], [
         ("while self.todo and len(self.pending) < self.slots:", "while self.todo:"),
     ]),
-    ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal or gpus_that"], [
+    ("This machine's GPUs", "night", ["test_wave.py", "-k", "cannot_be or same_signal"], [
         ("    if asked.returncode:", "    if False:"),
         ("cwd=ROOT, timeout=ANSWER)", "cwd=ROOT)"),
         ("(gpu_names(args.gpu) or", "([harness.gpu_name(args.gpu)] or"),
@@ -935,7 +935,7 @@ SECTIONS = [
         ("max(self.free, key=self.free.count)", "self.free[0]"),
         ("            self.free.remove(gpu)\n", "            self.free.pop()\n"),
         ("            self.free.append(gpu)\n", ""),
-        (") // self.slots)", ")"),
+        (") // self.slots)", "))"),
         ('({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})', "{}"),
         ("            work.scratch.cleanup()\n", ""),
         ("subprocess.SubprocessError) as", "ValueError) as"),
@@ -1093,16 +1093,16 @@ SECTIONS = [
         ("noise_versions(base, night.branch) if begins else []", "noise_versions(base, night.branch)"),
         ("self.subject.startswith(NUDGED)", "False"),
     ]),
-    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by or leave_records"], [
+    ("Records", "night/run.py", ["test_memory.py", "-k", "named_by or leave_records"], [
         ("shutil.rmtree(folder, ignore_errors=True)", "pass"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told"], [
         ("noise.band(len(idea.changes)) / 2", "noise.band(len(idea.changes))"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "tried_is_told or leave_records"], [
-        ("bpb - usual[seed] for", "usual[seed] - bpb for"),
-        ("if seed in usual]", "]"),
-        ("by_train.get(parent) or", "None or"),
+        ("bpb - statistics.mean(usual)", "statistics.mean(usual) - bpb"),
+        ("if seed in other.scores]", "]"),
+        ("by_train.get(parent, [])]", "[]]"),
     ]),
     ("Noise", "night/noise.py", ["test_memory.py", "-k", "tried_is_told or leave_records"], [
         ("self.sd * math.sqrt(2 / ", "self.sd * math.sqrt(1 / "),
@@ -1148,7 +1148,7 @@ SECTIONS = [
         ("    del os.environ[name]", "    pass"),
         ("GIT_CONFIG_GLOBAL=os.devnull, ", ""),
     ]),
-    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever or meanwhile or no_worse"], [
+    ("Refs", "night/git.py", ["test_attribute.py", "-k", "refs or whatever"], [
         ('git("update-ref", ref, commit, "")', 'git("update-ref", ref, commit)'),
         ('f"refs/heads/{name}", commit, before)', 'f"refs/heads/{name}", commit)'),
         ("commit if place.endswith('/') else ''", "''"),
@@ -1163,9 +1163,9 @@ SECTIONS = [
     ]),
     ("The report", "night/report.py", ["test_report.py"], [
         ("101 + args.seeds", "101 + 3"),
-        ("gains(kept[0], kept[-1], ", "gains(kept[1], kept[-1], "),
+        ("ends = kept[0], kept[-1]", "ends = kept[1], kept[-1]"),
         ("if lost := {", "if lost := set() and {"),
-        ("*_, (split, (_, _, low, high)) = found", "(split, (_, _, low, high)), *_ = found"),
+        ('for split in ("val", "test"):', 'for split in ("test", "val"):'),
         ("low > 0", "low + high > 0"),
         ("looks.get(seeds, len(looks) + 1)", "len(looks) + 1"),
         ("if other == name}", "}"),
@@ -1255,7 +1255,7 @@ SECTIONS = [
         ('            harness.add_row(row)\n', '            pass\n'),
         ('if self.needed and', 'if'),
         ('self.record = args, prepare.dataset_id(), harness', 'self.record = args, None, harness'),
-        ('budget=self.args.budget, seed=self.args.seed)', 'budget=self.args.budget)'),
+        ('budget=args.budget, seed=args.seed)', 'budget=args.budget)'),
     ]),
     ("What a run is of", "harness/git.py", ["test_harness.py", "-k", "not_committed or told_from"], [
         ('"kernels.py", "harness"]', '"kernels.py"]'),
@@ -1285,7 +1285,7 @@ SECTIONS = [
         ("for row in reversed(rows)}", "for row in rows}"),
     ]),
     ("Ideas", "night/show.py", ["test_memory.py", "-k", "compared_with_the_mean"], [
-        ("statistics.mean(bpb for _, bpb in pairs)", "pairs[-1][1]"),
+        ("statistics.mean(usual)", "usual[-1]"),
     ]),
     ("Weights", "harness/weights.py", ["test_run.py", "-m", "", "-k", "full_disk_or_a_kill"], [
         ("os.chmod(file.name, ", "print(file.name, "),
@@ -1314,8 +1314,8 @@ SECTIONS = [
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or cannot_start"], [
-        ('row["gpu"] != kind.gpu or commit', 'commit'),
-        ('to_beat=to_beat, report=kind.report)', 'to_beat=to_beat)'),
+        ('gpu != kind.gpu or run', 'run'),
+        ('row["gpu"], kind), report=kind.report)', 'row["gpu"], kind))'),
         ('reason=result.reason)', 'reason="")'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [
@@ -1335,15 +1335,15 @@ SECTIONS = [
         ('statistics.mode([row["seed"]', 'min([row["seed"]'),
         ('(row["status"] != "keep", crashed(row))', 'row["val_bpb"]'),
     ]),
-    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or no_score"], [
+    ("The report", "night", ["test_report.py", "-k", "interrupted or without_a_test or many_seeds or names_its_ends"], [
         ('row[f"{split}_bpb"]) for row in rows if', 'row["val_bpb"]) for row in rows if'),
         ("after[seed]) for seed in before if seed in after", "after[other]) for seed in before for other in after"),
-        ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
     ]),
-    ("Records", "night/records.py", ["test_memory.py", "-k", "named_by"], [
+    ("Records", "night/run.py", ["test_memory.py", "-k", "named_by"], [
         ('.get("dataset", row["dataset"]) == row["dataset"]', ' is not None'),
     ]),
     ("Ideas", "night", ["test_memory.py", "-k", "tried_is_told or one_budget"], [
+        ('for row in rows if not crashed(row)]\n    return {seed', 'for row in rows]\n    return {seed'),
         ('    if same_seed:\n        means', '    if not same_seed:\n        means'),
         ('(args.budget, args.gpu or "")]', '(args.budget, row["gpu"].partition(" as ")[2])]'),
     ]),

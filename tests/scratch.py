@@ -6,7 +6,8 @@ from pathlib import Path
 
 import harness
 from night import git as night_git
-from night import proposals, records
+from night import proposals
+from night import run as night_run
 from night.git import read_train
 from night.pool import Ended, Run
 from night.rows import Kind
@@ -75,7 +76,7 @@ class Scratch:
             (night_git, "ROOT", folder),
             (harness, "RESULTS", folder / "results.tsv"),
             (harness, "handle_signals", lambda handler: setattr(self, "interrupt", handler)),
-            (records, "RUNS", folder / "runs"),
+            (night_run, "RUNS", folder / "runs"),
             (proposals, "PROPOSALS", folder / "runs" / "proposals"),
         ):
             monkeypatch.setattr(module, name, value)

@@ -44,6 +44,13 @@ def copy_files(folder: Path) -> None:
         (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
+def mostly_slow(names, *quick: str) -> list:
+    """Parameters, of which only the quick ones run by default."""
+    import pytest
+
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
 def told(row: dict) -> str:
     """A row of the log in short: `idea, seed 1 [killed]`. The usual seed is left out."""
     reason = f" [{row['reason']}]" if row["reason"] else ""

@@ -1,6 +1,5 @@
 """Locked runs: whatever train.py's process does to itself, its row says what its model predicts, or why not."""
 
-import functools
 import json
 import math
 import os
@@ -16,14 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_corpus import copy_files
+from small_corpus import copy_files, mostly_slow
 from test_referee import FALSE, HONEST, B, T, models, reference
 
 import harness
 import prepare
 from harness import remote
 from harness.experiment import crash_reason
-from night import records
 from night import run as night_run
 from night.__main__ import parse
 from night.fence import fence
@@ -79,126 +77,126 @@ AT_THE_END = "stop = harness.Clock.stop\nharness.Clock.stop = lambda self: (stop
 # By the reason of their row: edits, by name
 LIES = {
     SCORED: {
-        "replaces_the_metric": "harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1",
-        "replaces_the_referee": "harness.referee.Predictor.bits_per_byte = lambda *_: 0.1\n"
-        "remote.Referee.score = remote.Referee.receive = lambda *_: 0.1",
-        "says_another_score": "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]",
+        "replaces_what_scores_it_and_says_who_it_is": (
+            "harness.summary.evaluate_bpb = prepare.evaluate_bpb = lambda *_, **__: 0.1\n"
+            "harness.referee.Predictor.bits_per_byte = remote.Referee.score = remote.Referee.receive = lambda *_: 0.1\n"
+            "answer = remote.answer\nremote.answer = lambda *args: (answer(*args), 0.1)[1]\n"
+            "harness.experiment.git_head = lambda: ('fffffff', 'mine')\n"
+            "harness.experiment.gpu_name = harness.experiment.dataset_id = lambda *_: 'mine'"
+        ),
         "writes_a_row": f"harness.log_result(**{FALSE_ROW})",
-        "writes_a_row_later": "if not os.fork():\n    os.setsid(); time.sleep(1)\n"
-        f"    harness.log_result(**{FALSE_ROW}); time.sleep(99)",
-        "writes_a_row_when_it_is_scored": "answer = remote.answer\n"
-        f"remote.answer = lambda *args: (answer(*args), harness.log_result(**{FALSE_ROW}), os._exit(0))",
-        "says_it_is_another_run": "harness.experiment.git_head = lambda: ('fffffff', 'mine')\n"
-        "harness.experiment.gpu_name = harness.experiment.dataset_id = lambda *_: 'mine'",
-        "is_scored_twice": "real = train\ndef train(*args):\n    model, _ = real(*args)\n    for _ in '12':\n"
-        "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
-        "    return model, {}",
-        "sends_rows_unasked": "remote.tell()",
+        "writes_a_row_later": (
+            f"if not os.fork():\n    os.setsid(); time.sleep(1)\n    harness.log_result(**{FALSE_ROW}); time.sleep(99)"
+        ),
+        "writes_a_row_when_it_is_scored": (
+            "answer = remote.answer\n"
+            f"remote.answer = lambda *args: (answer(*args), harness.log_result(**{FALSE_ROW}), os._exit(0))"
+        ),
+        "is_scored_twice": (
+            "real = train\ndef train(*args):\n    model, _ = real(*args)\n    for _ in '12':\n"
+            "        remote.answer(model, prepare.Tokenizer.from_directory().get_vocab_size(), 'val')\n"
+            "    return model, {}"
+        ),
     },
     "no row": {
-        "replaces_the_score": "harness.summary.score = lambda *_: 0.1",
         "never_asks": f"harness.run = lambda *_: {SUMMARY}",
-        "exits_after_a_false_summary": f"def step(_):\n    {SUMMARY}\n    os._exit(0)",
         "writes_a_row_and_ends": f"harness.log_result(**{FALSE_ROW})\nos._exit(0)",
     },
-    "no row|exit status 1": {"forgets_night": "os.environ.pop('AUTORESEARCH_RUN')"},
-    "no score": {
-        "asks_for_no_numbers": "remote.tell(split='val', batch_size='6', seq_len=[], eps={}, memory=0)",
-        "sends_no_message": "remote.channel().send_bytes(b'')",
-        "counts_in_words": AT_THE_END.format("remote.tell(tokens='many')"),
-    },
     "no score: UnicodeDecodeError|no score: JSONDecodeError": {
-        "sends_a_pickle": "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
-        "remote.channel().send_bytes(pickle.dumps(Evil()))",
+        "sends_a_pickle": (
+            "import pickle\nclass Evil:\n    def __reduce__(self):\n        return os._exit, (0,)\n"
+            "remote.channel().send_bytes(pickle.dumps(Evil()))"
+        ),
     },
     "cannot score": {
-        "asks_for_another_split": "remote.tell(split='train', batch_size=1, seq_len=9, eps=0, memory=0)",
         "asks_for_no_batches": "remote.tell(split='val', batch_size=-6, seq_len=-48, eps=0, memory=0)",
         "asks_for_huge_batches": "remote.tell(split='val', batch_size=9**9, seq_len=1, eps=0, memory=0)",
     },
-    "tokens_M is": {
-        "counts_to_infinity": AT_THE_END.format("remote.tell(tokens=float('inf'))"),
-        "counts_below_0": AT_THE_END.format("remote.tell(tokens=-1)"),
-    },
+    "tokens_M is": {"counts_to_infinity": AT_THE_END.format("remote.tell(tokens=float('inf'))")},
     "memory_gb is nan": {"needs_no_memory": "torch.cuda.max_memory_allocated = lambda: float('nan')"},
-    "(BrokenPipe|ConnectionReset)Error line|no row": {
-        "sends_too_much": "remote.channel().send_bytes(bytes(2**17))",
-    },
     "PermissionError line": {  # and the referee, which reads it, goes on
-        "cuts_the_file_of_logits": "tell = remote.tell\n"
-        "remote.tell = lambda **m: (m or os.ftruncate(harness.night_record()['logits'], 9), tell(**m))",
+        "cuts_the_file_of_logits": (
+            "tell = remote.tell\n"
+            "remote.tell = lambda **m: (m or os.ftruncate(harness.night_record()['logits'], 9), tell(**m))"
+        ),
     },
     TRAINED_LONGER: {
-        "stops_the_clock": "times = iter(i / 1500 for i in range(9**9))\n"
-        "harness.clock.time = SimpleNamespace(perf_counter=times.__next__)",
-        "trains_after_the_clock": AT_THE_END.format("time.sleep(1.5)"),
-        "starts_the_clock_twice": "stop = harness.Clock.stop\n"
-        "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))",
-        "trains_after_its_first_answer": "tell, rows = remote.tell, []\n"
-        "remote.tell = lambda **m: (m or rows.append(0) or len(rows) == 2 and time.sleep(1.5), tell(**m))",
+        "stops_the_clock": (
+            "times = iter(i / 1500 for i in range(9**9))\n"
+            "harness.clock.time = SimpleNamespace(perf_counter=times.__next__)"
+        ),
+        "starts_the_clock_twice": (
+            "stop = harness.Clock.stop\n"
+            "harness.Clock.stop = lambda self: (time.sleep(1.5), remote.tell(tokens=0), stop(self))"
+        ),
+        "trains_after_its_first_answer": (
+            "tell, rows = remote.tell, []\n"
+            "remote.tell = lambda **m: (m or rows.append(0) or len(rows) == 2 and time.sleep(1.5), tell(**m))"
+        ),
         "never_starts_the_clock": "harness.clock.tell = lambda **_: None\ntime.sleep(1.5)",
     },
 }
-# What Landlock forbids
-FENCED = {
+FENCED = {  # what Landlock forbids
     "reads_val": "next(prepare.cache_dir().glob('*/val_*')).read_bytes()",
     "reads_test": "next(prepare.cache_dir().glob('*/test_*')).read_bytes()",
-    "trains_on_val": "next(prepare.make_dataloader(prepare.Tokenizer.from_directory(), 1, 9, 'val'))",
-    "reads_it_by_another_process": (
-        "import subprocess\nsubprocess.run(['cat', *prepare.cache_dir().glob('*/val_*')], check=True)"
-    ),
     "looks_into_the_referee": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
-    "writes_the_row_of_the_supervisor": (
-        "for path in Path(f'/proc/{os.getppid()}/fd').iterdir():\n    path.write_text('a row')"
-    ),
     "ends_the_supervisor": "os.kill(os.getppid(), 9)",
     "downloads_it": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
 }
 HONEST_EDITS = {
-    "nothing": "",
-    "talks_a_lot": "print('warning\\n' * 99_999, file=sys.stderr)",
-    "starts_processes": "import subprocess\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)",
-    "keeps_a_thread": "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+    "does_much_else": (
+        "print('warning\\n' * 99_999, file=sys.stderr)\ntorch.set_num_threads(2)\n"
+        "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n"
+        "import subprocess\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)"
+    ),
     "fails_when_it_is_scored": "harness.experiment.sample = lambda *_, **__: os._exit(3)",
-    "scores_in_one_row": "LM.forward = lambda self, idx: (setattr(self, 'x', 1), self.w.expand(*idx.shape, -1))[1]",
-    "threads_of_its_own": "torch.set_num_threads(2)",
 }
 FAILURES = {  # by the reason that they have without the lock, too
     r"sees the future: position \d+ changes with token \d+$": {
         "a_leak": "LM.forward = lambda self, idx: torch.nn.functional.one_hot(idx.roll(-1, 1), len(self.w)).float()",
     },
-    "val_bpb is nan$": {"nan": "LM.forward = lambda self, idx: self.w.expand(*idx.shape, -1) * float('nan')"},
-    "NaN at step 3$": {"nan_in_training": "def step(_): raise FloatingPointError('NaN at step 3')"},
     r"KeyError line \d+, called from line \d+$": {"an_error": "def step(_): raise KeyError('a')"},
-    r"model\(x\) must give logits .*, not NoneType$": {"no_prediction": "LM.forward = lambda self, idx: None"},
-    "out of memory|RuntimeError|MemoryErr": {
-        "out_of_memory": "LM.forward = lambda self, idx: [][torch.empty(2**60)]",
-    },
     r"AttributeError line \d+$": {"a_typo": "harness.ron"},
-    "exit status 3$": {"exit": "def step(_): sys.exit(3)"},
     "killed$": {"killed": "def step(_): os.kill(os.getpid(), 9)"},
 }
 RUNS = {name: (edit, reason) for reason, edits in (LIES | FAILURES).items() for name, edit in edits.items()}
 RUNS |= {name: (edit, SCORED) for name, edit in HONEST_EDITS.items()}
 
 
-class Forked:
-    """As much of Popen as night's guard needs: train.py goes on in a fork of this process, which has PyTorch loaded."""
+def fork(main, out: int) -> int:
+    """The process id of a program that runs main() in a fork of this process, which has PyTorch loaded."""
+    if pid := os.fork():
+        return pid
+    os.dup2(out, 1), os.dup2(out, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    code = 0
+    try:
+        main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else print(error.code, file=sys.stderr) or 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
 
-    def __init__(self, command: list[str], cwd: Path, env: dict, pass_fds, preexec_fn, **_):
-        read, write = os.pipe()
-        self.stdout, self.pid = open(read, "rb"), os.fork()
-        if not self.pid:
+
+class Forked:
+    """As much of Popen as night's guard needs."""
+
+    def __init__(self, command: list[str], env: dict, pass_fds, preexec_fn, **_):
+        def main() -> None:
             os.setsid()
             preexec_fn()
-            os.dup2(write, 1), os.dup2(write, 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             for number in {*range(3, 256)} - {*pass_fds}:
                 with suppress(OSError):
                     os.close(number)
             os.environ.clear(), os.environ.update(env)
             sys.argv = command[1:]
-            os._exit(status(lambda: runpy.run_path("train.py", run_name="__main__")))
+            runpy.run_path("train.py", run_name="__main__")
+
+        read, write = os.pipe()
+        self.stdout, self.pid = open(read, "rb"), fork(main, write)
         os.close(write)
 
     def send_signal(self, number: int) -> None:
@@ -208,51 +206,29 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def status(main) -> int:
-    """Exit status of a program that runs main()."""
-    try:
-        main()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else print(error.code, file=sys.stderr) or 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush(), sys.stderr.flush()
-    return code
-
-
-RECORD = dict(log=True, commit="abc1234", description="idea")
-
-
 class Clone:
     def __init__(self, folder: Path, cache: Path):
         self.folder, self.cache, self.log = folder, cache, folder / "results.tsv"
         folder.mkdir()
 
-    def run(self, edit: str, *args: str, tolerance: float = 1.0) -> tuple[dict, str]:
+    def run(self, edit: str, *args: str) -> tuple[dict, str]:
         """Its only row, and what it has printed."""
         self.log.write_text("\t".join(harness.COLUMNS) + "\n")
         shutil.rmtree(self.folder / "runs", ignore_errors=True)
         (self.folder / "train.py").write_text(TRAIN.replace("EDIT", edit))
-        if not (pid := os.fork()):
-            os._exit(status(lambda: self.supervise(args, tolerance)))
-        os.waitpid(pid, 0)
+        with open(self.folder / "out", "w") as out:
+            os.waitpid(fork(lambda: self.supervise(args), out.fileno()), 0)
         (row,) = harness.log.parse_log(self.log.read_text())[0]
         (record,) = self.folder.glob("runs/*")
         return row, prepare.read(record / "log.txt")
 
-    def supervise(self, args: list[str], tolerance: float) -> None:
+    def supervise(self, args: list[str]) -> None:
         os.chdir(self.folder)
-        out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        os.environ.update(AUTORESEARCH_CACHE=str(self.cache), AUTORESEARCH_RUN=json.dumps(RECORD))
-        prepare.EVAL_TOKENS, remote.TOLERANCE, prepare.DATASET = 1000, tolerance, self.folder / ".dataset"
-        harness.RESULTS, records.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
-        night_run.subprocess = SimpleNamespace(
-            Popen=Forked, **{name: getattr(subprocess, name) for name in ("PIPE", "STDOUT", "DEVNULL")}
-        )
+        record = dict(log=True, commit="abc1234", description="idea")
+        os.environ.update(AUTORESEARCH_CACHE=str(self.cache), AUTORESEARCH_RUN=json.dumps(record))
+        prepare.EVAL_TOKENS, remote.TOLERANCE, prepare.DATASET = 1000, 1.0, self.folder / ".dataset"
+        harness.RESULTS, night_run.RUNS, night_run.ROOT = self.log, self.folder / "runs", self.folder
+        night_run.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
         sys.exit(night_run.run(parse(["run", "--locked", "--limit=60", *args])))
 
 
@@ -278,15 +254,11 @@ def true_bpb(tokenizer, limit: int = 1000) -> float:
     return math.log2(tokenizer.get_vocab_size()) * sum(size > 0 for size in sizes) / sum(sizes)
 
 
-def table(names, default=()):
-    return [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in names]
+QUICK = "writes_a_row stops_the_clock sends_a_pickle never_asks is_scored_twice a_leak an_error".split()
+QUICK += ["replaces_what_scores_it_and_says_who_it_is", *HONEST_EDITS]
 
 
-BY_DEFAULT = "writes_a_row stops_the_clock sends_a_pickle replaces_the_referee never_asks is_scored_twice".split()
-BY_DEFAULT += "starts_processes fails_when_it_is_scored a_leak an_error".split()
-
-
-@pytest.mark.parametrize("name", table(RUNS, BY_DEFAULT))
+@pytest.mark.parametrize("name", mostly_slow(RUNS, *QUICK))
 def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, tokenizer, device, name):
     """A lie, an honest run however unusual, or a failure, whose reason is the one that it has without the lock."""
     edit, reason = RUNS[name]
@@ -299,12 +271,12 @@ def test_a_run_is_scored_as_what_it_predicts_or_its_row_says_why_not(clone, toke
     assert name not in HONEST_EDITS or re.search(r"locked: \d+\.\d s to the first step, \d+\.\d s of training", log)
 
 
-@pytest.mark.parametrize("name", table(FENCED, ["reads_val", "looks_into_the_referee"]))
+@pytest.mark.parametrize("name", mostly_slow(FENCED, "reads_val", "looks_into_the_referee"))
 @pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
 def test_what_the_fence_forbids_is_an_error_with_its_line(clone, name):
     row, log = clone.run(FENCED[name], "--tokens=300")
-    assert re.match("(Permission|Prepare|CalledProcess|OS)Error line", row["reason"]), log
-    assert "locked: " in log and "val and test are out of its reach" in log
+    assert re.match("(Permission|OS)Error line", row["reason"]), log
+    assert "val and test are out of its reach" in log
 
 
 def test_a_run_that_cannot_be_scored_is_a_crash_before_it_begins(clone, monkeypatch):
@@ -325,43 +297,13 @@ def test_without_landlock_the_log_says_so_and_the_run_is_scored(clone, tokenizer
     assert log.splitlines()[-1].endswith("; not fenced: [Errno 38] no Landlock: Function not implemented")
 
 
-@pytest.mark.slow
-def test_what_a_run_does_before_its_first_step_is_in_its_log(clone):
-    """Training before the clock starts is free otherwise."""
-    _, log = clone.run("time.sleep(1.2)", "--tokens=300")
-    (seconds,) = re.findall(r"locked: (\d+\.\d) s to the first step", log)
-    assert float(seconds) >= 1.2
-
-
-def in_a_fork(test):
-    """With a GPU, a test that forks runs in a process of its own: CUDA works in no fork of one that has used it."""
-
-    @functools.wraps(test)
-    def wrapped(**fixtures):
-        if not torch.cuda.is_available():
-            return test(**fixtures)
-        if torch.cuda.is_initialized():
-            pytest.skip("this process has used CUDA: run the test alone")
-        if not (pid := os.fork()):
-            try:
-                test(**fixtures)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-
-    return wrapped
-
-
-def played(cls, tokenizer, splits=("val",), asked=None, device="cpu") -> dict:
+def played(cls, tokenizer, splits=("val",), asked=None) -> dict:
     """What the row of a model says that another process has trained. asked: splits that it wants to be scored."""
-    referee = remote.Referee(list(splits), "cpu" if str(device) == "cpu" else None, math.inf)
+    referee = remote.Referee(list(splits), "cpu", math.inf)
     if not (pid := os.fork()):
         os.environ["AUTORESEARCH_RUN"] = json.dumps(referee.record)
         try:
             remote.tell(tokens=0)
-            torch.set_default_device(device)
             model = cls(tokenizer.get_vocab_size())
             model.config = SimpleNamespace(device_batch_size=B, seq_len=T)
             remote.tell(tokens=9_000_000)
@@ -377,51 +319,31 @@ def played(cls, tokenizer, splits=("val",), asked=None, device="cpu") -> dict:
     return referee.row
 
 
-@pytest.mark.parametrize("name", table(HONEST, ["attention", "dropout", "bf16", "writes_on_its_input", "hides_nan"]))
-@in_a_fork
-def test_no_honest_model_is_refused_and_each_is_scored_as_what_it_predicts(tokenizer, device, monkeypatch, name):
+@pytest.mark.parametrize("name", ["attention", "bf16", "writes_on_its_input", "hides_nan"])
+def test_an_honest_model_is_scored_as_what_it_predicts(tokenizer, monkeypatch, name):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    rel = 1e-3 if name in ("bf16", "fp16") else 1e-5
-    row = played(HONEST[name], tokenizer, device=device)
-    with device:
-        expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
-    assert (row.pop("memory_gb") > 0) == (device.type == "cuda")
-    assert row == dict(val_bpb=pytest.approx(expected, rel=rel), tokens_M=9.0)
-
-
-THERE = FALSE.keys() - {"targets_of_the_caller"}  # there are no targets in this process
-
-
-@pytest.mark.parametrize("name", table(sorted(THERE), ["only_when_scored", "always_dropout", "loss"]))
-@in_a_fork
-def test_each_false_model_is_refused_with_the_reason_that_it_has_without_the_lock(tokenizer, device, monkeypatch, name):
-    cls, reason = FALSE[name]
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
-    row = played(cls, tokenizer, device=device)
-    assert re.search(reason, row["reason"]) and row["val_bpb"] == 0.0
-
-
-def likes_repetition(self, logits, idx):
-    """What targets_of_the_caller does where it finds none."""
-    return logits.scatter_add(2, idx[..., None], torch.full((*idx.shape, 1), 9.0))
+    expected = reference(HONEST[name](tokenizer.get_vocab_size()), tokenizer, limit=4000)
+    bpb = pytest.approx(expected, rel=1e-3 if name == "bf16" else 1e-5)
+    assert played(HONEST[name], tokenizer) == dict(val_bpb=bpb, tokens_M=9.0, memory_gb=0.0)
 
 
 def test_targets_are_in_no_frame_of_the_process_that_predicts(tokenizer, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 4000)
     row = played(FALSE["targets_of_the_caller"][0], tokenizer)
+
+    def likes_repetition(self, logits, idx):  # what it does where it finds none
+        return logits.scatter_add(2, idx[..., None], torch.full((*idx.shape, 1), 9.0))
+
     cls = models("change", likes_repetition)["likes_repetition"]
     assert row["val_bpb"] == pytest.approx(reference(cls(tokenizer.get_vocab_size()), tokenizer, limit=4000), rel=1e-5)
 
 
-def test_the_test_split_is_scored_too_if_night_asks(tokenizer):
+def test_the_test_split_is_scored_too_if_night_asks_and_each_split_once(tokenizer):
+    """The better of two scores would be chosen by the held-out text."""
     row = played(HONEST["lm"], tokenizer, ["val", "test"])
     for split in ("val", "test"):
         expected = reference(HONEST["lm"](tokenizer.get_vocab_size()), tokenizer, split)
         assert row[f"{split}_bpb"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_split_is_scored_once(tokenizer):
-    """The better of two scores would be chosen by the held-out text."""
     assert played(HONEST["lm"], tokenizer, ["val", "test"], ["val", "val"])["reason"].startswith("cannot score val")
 
 
@@ -430,8 +352,7 @@ def test_the_text_is_read_before_the_run_and_must_have_its_checksum(tokenizer, t
     monkeypatch.setattr(prepare, "current_dataset", lambda: folder)
     referee = remote.Referee(["val"], "cpu", 1)
     before = [t.clone() for t in referee.text["val"]]
-    shard = folder / "val_00000.bin"
-    with shard.open("r+b") as file:
+    with open(folder / "val_00000.bin", "r+b") as file:
         file.seek(128)
         file.write(bytes(9999))
     assert all(map(torch.equal, before, referee.text["val"]))
@@ -466,19 +387,6 @@ def test_memory_that_is_shared_is_pinned_and_logits_are_looked_at_in_the_memory_
     assert shared.is_pinned() and row.is_cuda and (row == 1).all()
 
 
-@pytest.mark.gpu
-def test_memory_that_cannot_be_pinned_is_shared_all_the_same(monkeypatch, device):
-    """And no error is left for the next kernel."""
-    register = torch.cuda.cudart().cudaHostRegister
-    fails = SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: register(pointer, 2**60, flags))
-    torch.ones(1, device=device)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fails)
-    os.ftruncate(file := os.memfd_create("logits"), 4 * 300 * 70)
-    shared = remote.shared_row(file, 300, 70)
-    shared.copy_(torch.ones(300, 70, device=device))
-    assert not shared.is_pinned() and (shared.to(device) + 1 == 2).all()
-
-
 @pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)
 def test_a_fenced_process_reads_all_but_the_hidden_files(tmp_path):
     """By whatever name, and its own processes as well."""
@@ -500,35 +408,24 @@ def test_a_locked_checkout_has_this_clones_harness(tokenizer):
     assert "prepare.py" not in our_files(locked=False) and "train.py" not in files
 
 
-def test_python_m_night_run_locked(prepared, tokenizer, tmp_path):
-    """The command itself, with its own processes."""
-    copy_files(tmp_path)
-    edit = f"harness.summary.evaluate_bpb = lambda *_: 0.1\nharness.log_result(**{FALSE_ROW})"
-    (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", edit))
-    command = [sys.executable, "-m", "night", "run", "--locked", "--tokens=300"]
-    env = os.environ | {"AUTORESEARCH_CACHE": str(prepared), "AUTORESEARCH_RUN": '{"log": true}'}
-    out = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=120)
-    (row,) = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
-    assert row["val_bpb"] == pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6) and row["reason"] == "", out
-    assert "locked: " in out.stdout
-
-
 @pytest.mark.slow
-def test_a_commit_that_changes_the_harness_is_scored_by_the_clones_own(prepared, tokenizer, tmp_path, monkeypatch):
-    for name in ("AUTHOR_NAME", "AUTHOR_EMAIL", "COMMITTER_NAME", "COMMITTER_EMAIL"):
-        monkeypatch.setenv(f"GIT_{name}", "night@example.org")
-    monkeypatch.setenv("AUTORESEARCH_CACHE", str(prepared))
+def test_a_commit_that_changes_the_harness_and_lies_is_scored_by_the_clones_own(prepared, tokenizer, tmp_path):
+    """By the command itself, with its own processes."""
     copy_files(tmp_path)
-    (tmp_path / ".gitignore").write_text("runs\n__pycache__\n.dataset\nresults.tsv\n")
-    (tmp_path / "train.py").write_text(TRAIN.replace("EDIT", ""))
-    script = """\
+    lie = TRAIN.replace("EDIT", f"harness.summary.evaluate_bpb = lambda *_: 0.1\nharness.log_result(**{FALSE_ROW})")
+    for name, text in {
+        ".gitignore": "runs\n__pycache__\n.dataset\nresults.tsv\nlie.py\n",
+        "results.tsv": "\t".join(harness.COLUMNS) + "\n",
+        "train.py": TRAIN.replace("EDIT", ""),
+        "lie.py": lie,
+    }.items():
+        (tmp_path / name).write_text(text)
+    script = f"""\
 git init -q -b main; git add .; git commit -q -m start
-echo 'evaluate_bpb = lambda *_: 0.1' >> harness/referee.py; git commit -qam idea; git tag idea
-git reset -q --hard HEAD~; printf "$HEADER" > results.tsv; python -m night wave --tokens 300 --locked idea"""
-    env = harness.clean_environment() | {"HEADER": "\t".join(harness.COLUMNS) + "\n"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    out = subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=200)
-    rows = harness.log.parse_log((tmp_path / "results.tsv").read_text())[0]
+echo 'evaluate_bpb = lambda *_: 0.1' >> harness/referee.py; cp lie.py train.py; git commit -qam idea; git tag idea
+git reset -q --hard HEAD~; {sys.executable} -m night wave --tokens 300 --locked idea"""
+    out = subprocess.run(["sh", "-ec", script], cwd=tmp_path, text=True, capture_output=True, timeout=200)
+    rows = harness.read_results(tmp_path / "results.tsv")
     assert [row["description"] for row in rows] == ["start", "idea"], out
     assert [row["val_bpb"] for row in rows] == [pytest.approx(true_bpb(tokenizer, 10**9), abs=1e-6)] * 2, out
     logs = [path.read_text() for path in tmp_path.glob("runs/*/log.txt")]

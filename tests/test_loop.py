@@ -593,7 +593,7 @@ def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_f
 def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
     night = played.loop("--agent=true")
     trainer, started = night.trainer, []
-    trainer.start = lambda run: (started.append(run.description), trainer.pending.update({run: None}))
+    trainer.start = lambda run: (started.append(run.description), trainer.pending.append(run))
     night.settle = night.may_ask = lambda: False
     for subject in ("a", "b", "c, again on b", "d"):
         night.accept(1, subject, "base", subject)

@@ -306,7 +306,7 @@ def wait(*args, real=os.{waits}):
     return result
 
 os.{waits} = wait
-run.ExpectedRow = lambda args: types.SimpleNamespace(make_up=print)
+run.ExpectedRow = lambda args: types.SimpleNamespace(ensure_row=print)
 run.guard_train = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 print(run.run(None))
 """
@@ -567,8 +567,8 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
         ("run --seconds=inf", "inf must be finite and above 0"),
-        ("run --tokens=0", "0 must be above 0"),
-        ("loop --agent=true --runs=0", "0 must be above 0"),
+        ("run --tokens=0", "0 must be finite and above 0"),
+        ("loop --agent=true --runs=0", "0 must be finite and above 0"),
         ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
         ("run --seeds=1", "unrecognized arguments: --seeds=1"),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from small_corpus import ROOT
@@ -29,17 +28,15 @@ def local(monkeypatch):
     local.close()
 
 
-def submit(local: Local, *programs: str, first: int = 0) -> list[Run]:
-    runs = [Run(f"c{i}", "", 42) for i in range(first, first + len(programs))]
+def submit(local: Local, *programs: str) -> list[Run]:
+    runs = [Run(f"c{i}", "") for i in range(len(local.active), len(local.active) + len(programs))]
     for run, program in zip(runs, programs, strict=True):
         local.submit(run, EMPTY, ["-c", program], {})
     return runs
 
 
-def end(local: Local, *folders: Path) -> Ended:
-    """The next run that ends, once it finds a file `go`."""
-    for folder in folders:
-        (folder / "go").touch()
+def end(local: Local) -> Ended:
+    """The next run that ends."""
     deadline = time.perf_counter() + 200
     while not (found := [*local.ended()]):
         assert time.perf_counter() < deadline
@@ -56,8 +53,9 @@ def test_runs_are_spread_over_gpus_which_they_see_alone(local):
     assert Counter(gpus[:2]) == Counter(gpus[2:]) == {"3": 1, "GPU-7": 1}
     places = {name: [work.folder for place, work in local.active.values() if place == name] for name in gpus}
     for gpu in ("GPU-7", "3", "3"):
-        assert end(local, places[gpu].pop()).tail == [f"{gpu} 2"]
-    (run,) = submit(local, sees, first=9)
+        (places[gpu].pop() / "go").touch()
+        assert end(local).tail == [f"{gpu} 2"]
+    (run,) = submit(local, sees)
     assert local.active[run][0] == "3", "the emptier one"
 
 
@@ -79,7 +77,7 @@ def test_runs_that_share_the_cores_wait_without_spinning_unless_told_otherwise(l
     assert told(256)[-1] == "32"
 
 
-def test_of_a_run_that_ends_its_rows_last_lines_and_its_own_record_are_left(local):
+def test_of_a_run_that_ends_its_rows_last_lines_and_its_own_record_are_left_unless_it_deletes_them(local):
     lines = "import os\nos.makedirs('runs/a'); print('curve', end='', file=open('runs/a/log.txt', 'w'))\n"
     lines += "open('results.tsv', 'a').write('a row')\nfor i in range(99): print('x' * 10**5)\n"
     submit(local, lines + "print('end', sorted(os.listdir()))")
@@ -87,9 +85,6 @@ def test_of_a_run_that_ends_its_rows_last_lines_and_its_own_record_are_left(loca
     assert (ended.rows, ended.record) == ("a row", {"log.txt": b"curve"})
     assert len("".join(ended.tail)) <= checkout.LOG_END
     assert ended.tail[-1] == "end ['results.tsv', 'runs']" and not local.active
-
-
-def test_a_run_may_delete_all_that_it_finds(local):
     submit(local, "import os, shutil; print('bye', flush=True); shutil.rmtree(os.getcwd())")
     ended = end(local)
     assert (ended.rows, ended.tail, ended.reason) == ("", ["bye"], "no row")

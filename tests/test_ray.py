@@ -28,37 +28,18 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-class Cluster:
-    """A head and nodes of one core each, all on this machine. Ray is told how many GPUs a node has."""
-
-    def __init__(self, clone: Clone, monkeypatch):
-        from ray.cluster_utils import Cluster
-
-        for name, value in clone.env.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.nodes = {}
-
-    def add(self, num_gpus: int = 0, **env: str) -> None:
-        node = self.cluster.add_node(num_cpus=1, num_gpus=num_gpus, env_vars=env)
-        self.nodes[node.all_processes["raylet"][0].process.pid] = node
-
-    def lose_node_of(self, pid: int) -> None:
-        """As when the power goes: without a goodbye."""
-        while pid not in self.nodes:
-            pid = parent(pid)
-        self.cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
-
-
 @pytest.fixture
 def cluster(clone, monkeypatch):
-    cluster = Cluster(clone, monkeypatch)
+    """A head, and nodes of one core each, all on this machine."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in (clone.env | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}).items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         yield cluster
     finally:
-        cluster.cluster.shutdown()
+        cluster.shutdown()
 
 
 def test_a_lost_node_gives_its_runs_to_others_once(clone, cluster, tmp_path):
@@ -75,20 +56,25 @@ def test_a_lost_node_gives_its_runs_to_others_once(clone, cluster, tmp_path):
         clone.wait(wave, lambda: len(prepare.read(pids).split()) >= times)
         return int(prepare.read(pids).split()[-1])
 
-    cluster.add()
-    cluster.add()
-    wave = clone.wave("long", "short", f"--address={cluster.cluster.address}")
-    cluster.lose_node_of(began(1))
+    nodes = {}
+    for _ in range(2):
+        node = cluster.add_node(num_cpus=1)
+        nodes[node.all_processes["raylet"][0].process.pid] = node
+    wave = clone.wave("long", "short", f"--address={cluster.address}")
+    pid = began(1)
+    while pid not in nodes:
+        pid = parent(pid)
+    cluster.remove_node(nodes[pid], allow_graceful=False)  # as when the power goes
     os.kill(parent(parent(parent(began(2)))), signal.SIGKILL)  # train.py, guard, night, Ray's worker
     clone.finish(wave)
     assert clone.scores() == {"base": "keep", "long [WorkerCrashedError]": "crash", "short": "keep"}
 
-    clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.cluster.address}"))
+    clone.finish(clone.wave("good", "--seeds=1,2", "--seconds=9", f"--address={cluster.address}"))
     rows = {told(row): (row["gpu"], row["budget"], row["val_bpb"]) for row in clone.rows()[3:]}
     expected = {"short, seed 1": 1.2, "short, seed 2": 1.2, "good, seed 1": 1.31, "good, seed 2": 1.32}
     assert rows == {name: ("cpu", "9 s", val_bpb) for name, val_bpb in expected.items()}
     for times, end in ((3, signal.SIGINT), (4, signal.SIGKILL)):
-        wave = clone.wave("long", f"--address={cluster.cluster.address}")
+        wave = clone.wave("long", f"--address={cluster.address}")
         began(times)
         wave.send_signal(end)
         assert wave.wait(60) in (130, -signal.SIGKILL) and clone.all_gone(runs=True)

@@ -3,14 +3,12 @@
 import itertools
 import random
 import re
-import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
 from keep_rules import Case, draw
 from scratch import Scratch
-from small_corpus import ROOT
 
 import harness
 import prepare
@@ -18,7 +16,7 @@ from night import report as reports
 from night.__main__ import parse
 from night.noise import interval, miss_of_look, seed_noise, shrink
 from night.report import gains, remember_look
-from night.rows import experiments, reference, scores
+from night.rows import experiments, reference
 
 pytest.importorskip("scipy", reason="it is in the extra [night]")
 
@@ -45,10 +43,7 @@ class Morning(Scratch):
         monkeypatch.setattr(reports, "start_pool", lambda args: (self.pool, kind._replace(budget=args.budget)))
 
     def simulate(self, gain: float, runs: int = 200) -> list[dict]:
-        """A night of so many experiments, their noise included, that truly gains so much; its rows.
-
-        Only what is kept becomes a commit.
-        """
+        """A night of so many experiments that truly gains so much; its rows. Only what is kept becomes a commit."""
         rng, best = random.Random(5), 9.0
         for i in range(runs):
             true = 1.2 - gain * (i // 40) / max(1, (runs - 1) // 40)
@@ -65,9 +60,6 @@ class Morning(Scratch):
                 row["commit"] = self.head()
             harness.log_result(val_bpb=val_bpb, description=f"idea {i}", **row)
         return self.rows()
-
-    def report_rows(self) -> list[dict]:
-        return [row for row in self.rows() if row["status"] == "report"]
 
     def report(self, *options: str) -> None:
         reports.report(parse(["report", "--per-gpu=2", "--tokens=1500000", *options]))
@@ -90,8 +82,7 @@ def numbers(report: str) -> dict[str, list[float]]:
 
 
 def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(morning, capsys):
-    rows = morning.simulate(gain=0.0)
-    kept = [row for row in rows if row["status"] == "keep"]
+    kept = [row for row in morning.simulate(gain=0.0) if row["status"] == "keep"]
     morning.report()
     output = capsys.readouterr().out
     assert f"cpu, {BUDGET}, d: 200 experiments, {len(kept)} kept on this branch, 9 crashed." in output
@@ -99,8 +90,7 @@ def test_of_a_night_without_a_true_gain_the_report_says_that_nothing_was_found(m
     table = numbers(output)
     assert table["val, as"][2] == round(kept[0]["val_bpb"] - kept[-1]["val_bpb"], 4) > NOISE
     assert abs(table["val, me"][2]) < 0.004 and abs(table["test, me"][2]) < 0.004
-    text = morning.written()
-    assert numbers(text) == table and "it may be chance" in text and "![](progress.png)" in text
+    assert numbers(morning.written()) == table and "![](progress.png)" in morning.written()
     assert (morning.folder / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert morning.shell("git status --porcelain") == ""
 
@@ -110,29 +100,22 @@ def test_a_true_gain_is_found_also_by_a_report_that_was_interrupted_and_its_rows
     morning.pool.user = (morning.interrupt() if look == 2 else None for look in itertools.count())
     with pytest.raises(SystemExit):
         morning.report()
-    assert "interrupted: the same command continues" in capsys.readouterr().out
-    before = morning.rows()
-    assert len(before) == len(night) + 2
+    assert len(morning.rows()) == len(night) + 2
     morning.report()
-    output, rows = capsys.readouterr().out, morning.report_rows()
-    assert "\n4 runs, 2 more have a score" in output and morning.rows() == before + rows[2:] == night + rows
-
-    first, *_, last = (row["commit"] for row in night if row["status"] == "keep")
-    subject = {row["commit"]: row["description"] for row in night}
-    names = sorted((row["commit"], row["description"], row["seed"]) for row in rows)
-    seeds = (101, 102, 103)
-    assert names == sorted((commit, subject[commit], seed) for commit in (first, last) for seed in seeds)
-    assert f"First kept: {first}, {subject[first]}. Last kept: {last}, {subject[last]}." in output
+    output, rows = capsys.readouterr().out, morning.rows()[len(night) :]
+    assert "\n4 runs, 2 more have a score" in output and experiments() == night == morning.kind.rows()
+    first, *_, last = (row for row in night if row["status"] == "keep")
+    runs = {(row["commit"], row["description"], row["seed"], row["status"]) for row in rows}
+    ends = {(row["commit"], row["description"]) for row in (first, last)}
+    assert runs == {(*end, seed, "report") for end in ends for seed in (101, 102, 103)} and len(rows) == 6
+    assert f"First kept: {first['commit']}, {first['description']}. Last kept: {last['commit']}, " in output
     table = numbers(output)
     assert abs(table["val, me"][2] - 0.02) < 0.005 and abs(table["test, me"][2] - 0.02) < 0.005
     assert "it holds up." in output
-
     log = harness.RESULTS.read_bytes()
     morning.report()
     assert "\n0 runs, 6 more have a score" in capsys.readouterr().out and harness.RESULTS.read_bytes() == log
-    assert experiments() == night == morning.kind.rows()  # what a wave compares with
-    assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8)
-    assert reference(morning.kind) == last
+    assert seed_noise(night[0])[0] == pytest.approx(NOISE, rel=0.8) and reference(morning.kind) == last["commit"]
 
 
 def test_a_gain_is_written_down_before_an_attribution_that_may_fail(morning, capsys):
@@ -154,24 +137,16 @@ def test_runs_without_a_test_score_are_repeated(morning, tmp_path, capsys):
     assert numbers(capsys.readouterr().out).keys() == {"val, as", "val, me", "test, me"}
 
 
-@pytest.mark.parametrize(
-    ("runs", "option", "line"),
-    [
-        (1, "--seeds=3", "Fewer than two revisions were kept on this branch: there is no gain to report."),
-        (1, "--tokens=7", "results.tsv has no experiment on cpu, 7e-06 M tokens, d"),
-        (0, "--seeds=1", "--seeds must be at least 2, not 1: one run has no standard error"),
-    ],
-)
-def test_a_report_that_cannot_be_says_so_in_a_line(morning, runs, option, line):
-    morning.simulate(gain=0.0, runs=runs)
+def test_a_report_that_cannot_be_says_so_and_leaves_the_one_before(morning):
     (morning.folder / "report.md").write_text("of yesterday")
-    if line.startswith("Fewer"):
-        morning.report(option)
-        assert f"\n{line}\n" in morning.written()
-    else:
-        with pytest.raises(prepare.PrepareError, match=f"^{line}$"):
-            morning.report(option)
-        assert morning.written() == "of yesterday"
+    with pytest.raises(prepare.PrepareError, match="--seeds must be at least 2"):
+        morning.report("--seeds=1")
+    morning.simulate(gain=0.0, runs=1)
+    with pytest.raises(prepare.PrepareError, match="no experiment on cpu, 7e-06 M tokens, d"):
+        morning.report("--tokens=7")
+    assert morning.written() == "of yesterday"
+    morning.report()
+    assert "there is no gain to report." in morning.written()
 
 
 FIRST = dict(commit="a", val_bpb=1.210, status="keep", tokens_M=9.0, description="baseline", seed=7, reason="")
@@ -192,19 +167,11 @@ def told(val: dict[str, list[float]], test: dict[str, list[float]]) -> str:
     return gains(FIRST, LAST, [FIRST, LAST], rows_of(val, test))
 
 
-def test_a_crash_is_no_score():
-    rows = rows_of({"a": [1.2, 0.0, 1.3]}, {"a": [1.1, 0.0, 1.4]})
-    assert scores(rows) == {0: 1.2, 2: 1.3} and scores(rows, "test") == {0: 1.1, 2: 1.4}
-
-
-# Student's t for 95%, by a table: 4.303 and 2.776 of 2 and 4 degrees of freedom
-@pytest.mark.parametrize(
-    ("differences", "error", "t"), [([5, 6, 7], 1 / 3**0.5, 4.303), ([4, 5, 6, 7, 8], 0.5**0.5, 2.776)]
-)
-def test_an_interval_of_pairs_excludes_what_is_beyond_chance(differences, error, t):
-    for mean, excludes in ((t * error * 1.01, True), (t * error * 0.99, False)):
-        gain, sd, low, high = interval([d - statistics.mean(differences) + mean for d in differences])
-        assert (gain, sd, (low + high) / 2) == pytest.approx((mean, error, mean))
+def test_an_interval_of_pairs_excludes_what_is_beyond_chance():
+    """Student's t for 95% and 2 degrees of freedom, by a table: 4.303."""
+    for mean, excludes in ((4.303 / 3**0.5 * 1.01, True), (4.303 / 3**0.5 * 0.99, False)):
+        gain, error, low, high = interval([mean - 1, mean, mean + 1])
+        assert (gain, error, (low + high) / 2) == pytest.approx((mean, 1 / 3**0.5, mean))
         assert (low > 0) == excludes
 
 
@@ -236,32 +203,25 @@ def test_the_report_names_its_ends_and_judges_the_gain_by_test_with_new_seeds():
     val = {"a": [1.207, 1.209, 1.211], "b": [1.202, 1.203, 1.204]}
     test = {"a": [1.307, 1.309, 1.311], "b": [1.3046, 1.3063, 1.3081]}
     text = told(val, test)
-    assert text.startswith("First kept: a, baseline. Last kept: b, wider.\n")
+    assert text.startswith("First kept: a, baseline. Last kept: b, wider.\n") and "mean of 3 new seeds" in text
     assert numbers(text) == {
         "val, as": [1.21, 1.2, 0.01],
         "val, me": [1.209, 1.203, 0.006, 0.0006],
         "test, me": [1.309, 1.3063, 0.0027, 0.0001],
     }
-    assert "mean of 3 new seeds" in text
     assert "On test, which no other report has scored, the gain's 97% confidence interval is 0.0018 to 0.0035" in text
-    assert "it holds up." in text
-    test["b"] = [1.303, 1.309, 1.3075]  # test gains less, and nothing that is sure
-    text = told(val, test)
-    assert "may be chance" in text and "The errors cover seeds, not texts" in text
+    assert "it holds up." in text and "The errors cover seeds, not texts" in text
+    assert "may be chance" in told(val, test | {"b": [1.303, 1.309, 1.3075]}), "test gains less, and nothing sure"
+    assert "it is a loss." in told(val, test | {"b": [1.407, 1.409, 1.4112]})
 
 
 def test_a_gain_as_logged_is_that_of_the_seeds_which_trained_both():
     """A wave or loop trains the baseline with several seeds, and the lucky one may end first."""
     val = {"a": [1.207, 1.209, 1.211], "b": [1.206, 1.208, 1.2102]}
     lucky = FIRST | {"seed": 42, "val_bpb": 1.218}
-    both = [lucky, FIRST, LAST, FIRST | {"seed": 1, "val_bpb": 1.21}]
-    both.append(LAST | {"seed": 1, "val_bpb": 1.208})
-    text = gains(lucky, LAST, both, rows_of(val, val))
-    assert numbers(text)["val, as"] == [1.21, 1.204, 0.006]
-    text = gains(lucky, LAST, [lucky, LAST], rows_of(val, val))
-    assert "logged" not in text and "val, mean of 3 new seeds" in text
-    worse = val | {"b": [1.307, 1.309, 1.3112]}
-    assert "it is a loss." in told(worse, worse)
+    both = [lucky, FIRST, LAST, FIRST | {"seed": 1, "val_bpb": 1.21}, LAST | {"seed": 1, "val_bpb": 1.208}]
+    assert numbers(gains(lucky, LAST, both, rows_of(val, val)))["val, as"] == [1.21, 1.204, 0.006]
+    assert "logged" not in gains(lucky, LAST, [lucky, LAST], rows_of(val, val))
 
 
 def test_a_report_knows_how_often_it_has_looked_and_whose_report_has_scored_test_before(morning):
@@ -290,13 +250,3 @@ def test_many_seeds_and_crashes_among_them():
     assert text.count("crashed") == text.count(line) == 1
     with pytest.raises(prepare.PrepareError, match="fewer than two seeds succeeded with both"):
         told({"a": [1.2, 1.3], "b": [1.2, 0.0]}, {"a": [1.3, 1.4], "b": [1.3]})
-
-
-def test_the_reports_rows_of_earlier_nights_stay_readable(monkeypatch):
-    monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
-    rows = harness.read_results()
-    assert len(experiments()) == 133 and len(rows) == 139
-    kept = [row for row in experiments() if row["status"] == "keep"]
-    text = gains(kept[0], kept[-1], kept, [row for row in rows if row["status"] == "report"])
-    assert "| val, mean of 3 new seeds | 1.2081 | 1.1954 | 0.0127 |" in text
-    assert "| test, mean of 3 new seeds | 1.2321 | 1.2216 | 0.0105 |" in text

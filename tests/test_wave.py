@@ -25,22 +25,19 @@ from night import pool, rows
 from night import wave as waves
 from night.__main__ import main, parse
 from night.pool import Ended, Run
-from night.rows import Kind, judge, kind_here
-from night.wave import log_row, table
+from night.rows import Kind, judge
+from night.wave import table
 
 STUB = """\
-import argparse, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
+from types import SimpleNamespace
 import prepare
 from harness import budget_name, log_result, night_record
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--seconds", type=float)
-parser.add_argument("--tokens", type=int)
-parser.add_argument("--gpu")
-parser.add_argument("--seed", type=int, default=0)
-args = parser.parse_args()
-where = dict(gpu="cpu", budget=budget_name(args.seconds, args.tokens), dataset=prepare.dataset_id())
-where["seed"] = args.seed if "--seed" in " ".join(sys.argv) else 42
+options = dict(word[2:].split("=") for word in sys.argv[1:])
+args = SimpleNamespace(seed=int(options.get("seed", 0)))
+budget = budget_name(float(options.get("seconds", 300)), int(options["tokens"]) if "tokens" in options else None)
+where = dict(gpu="cpu", budget=budget, dataset=prepare.dataset_id(), seed=int(options.get("seed", 42)))
 prepare.adopt_dataset(prepare.current_dataset())
 try:
     print("training", flush=True)
@@ -59,7 +56,7 @@ SIX = {
     "typo": "val_bpb = = 1.1",
     "hang": "subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)",
 }
-REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 16]", "hang": "[no evaluation within 0.2 min]"}
+REASON = {"crash": "[MemoryError]", "typo": "[SyntaxError line 13]", "hang": "[no evaluation within 0.2 min]"}
 TWO_SLOTS = ["--per-gpu=2", "--tokens=1500000"]  # of a machine without a GPU, too
 
 
@@ -134,29 +131,17 @@ def played(tmp_path, monkeypatch):
     return Played(tmp_path / "clone", monkeypatch)
 
 
-def listening(pids) -> set[str]:
-    """The addresses, in hexadecimal, of the TCP sockets on which these processes listen."""
-    sockets = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            sockets |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {words[1].split(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in sockets}
-
-
 def test_a_table_compares_means_at_the_same_seeds():
     def row(commit: str, seed: int, val_bpb: float) -> dict:
-        status = "keep" if val_bpb else "crash"
-        row = dict(commit=commit, val_bpb=val_bpb, status=status, description=commit * 2, seed=seed, gpu="A")
-        return row | dict(tokens_M=9.0 * bool(val_bpb), reason="x" * (not val_bpb))
+        row = dict(commit=commit, val_bpb=val_bpb, description=commit * 2, seed=seed, reason="x" * (not val_bpb))
+        return row | dict(status="keep" if val_bpb else "crash", tokens_M=9.0 * bool(val_bpb))
 
-    rows = [row("r", 1, 1.2), row("r", 2, 1.4), row("r", 3, 1.9), row("i", 1, 1.1), row("i", 2, 1.28), row("i", 3, 0.0)]
-    rows += [row("k", 4, 1.5)]
-    _, *lines = table(rows, "r").splitlines()
+    runs = [("r", 1, 1.2), ("r", 2, 1.4), ("r", 3, 1.9), ("i", 1, 1.1), ("i", 2, 1.28), ("i", 3, 0.0), ("k", 4, 1.5)]
+    _, *lines = table([row(*run) for run in runs], "r").splitlines()
     assert [re.sub(" {2,}", "|", line) for line in lines] == [
-        "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i|ii, 2 seeds, A",
-        "1.500000|9.0|keep|k|kk, seed 4, A",
-        "1.500000 +-0.20817|reference|9.0|keep|r|rr, 3 seeds, A",
+        "1.190000 +-0.09000|-0.110000 +-0.01000|9.0|crash+keep|i ii, 2 seeds",
+        "1.500000|9.0|keep|k kk, seed 4",
+        "1.500000 +-0.20817|reference|9.0|keep|r rr, 3 seeds",
     ]
 
 
@@ -165,13 +150,13 @@ def test_a_table_compares_means_at_the_same_seeds():
     [("A", 42, False, "keep"), ("A", 1, False, "discard"), ("B", 42, False, "discard"), ("B", 42, True, "report")],
 )
 def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(played, gpu, seed, report, status):
-    row = dict(memory_gb=1.0, dataset="d", to_beat=math.inf)
+    row = dict(memory_gb=1.0, dataset="d", gpu="A", description="x", to_beat=math.inf)
     for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
-        harness.log_result(val_bpb=val_bpb, gpu="A", description="x", commit=commit, seed=own, **row)
-    harness.log_result(val_bpb=0.0, reason="killed", gpu="A", description="base", commit="b", **row)
-    kind, run = Kind("A", "300 s", "d", report=report), Run("i", "idea", seed, "b")
+        harness.log_result(val_bpb=val_bpb, commit=commit, seed=own, **row)
+    harness.log_result(val_bpb=0.0, reason="killed", commit="b", **row)
     lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
-    log_row(Ended(run, "\n".join(lines), [], "no row", {}), kind)
+    trainer = played.trainer(parse(["wave"]), Kind("A", "300 s", "d", report=report))
+    trainer.log(Ended(Run("i", "idea", seed, "b"), "\n".join(lines), [], "no row", {}))
     *_, row = harness.read_results()
     assert row == dict(
         commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
@@ -194,13 +179,11 @@ def test_all_visible_gpus_of_one_model_take_runs(tmp_path, monkeypatch):
 def test_ideas_are_kept_by_their_mean_over_the_seeds_that_they_share_with_the_reference(played):
     """Whichever ended first. Other rows, and what is no row, stay as they are."""
     scores = {"base": (1.3, 1.4, 1.5), "lucky": (1.2, 1.6, 1.5), "fine": (1.2, 1.41, 1.5), "one": (1.2,), "tie": (1.3,)}
-    scores["early"] = (1.31, 1.31)
-    for name, bpb in scores.items():
-        for seed, val_bpb in enumerate(bpb):
-            row = dict(gpu="A", memory_gb=1.0, dataset="d", description=name, seed=seed, commit=name[0])
-            to_beat = 0.0 if name == "early" else scores["base"][seed]
-            harness.log_result(val_bpb=val_bpb, to_beat=to_beat, **row)
     row = dict(gpu="A", memory_gb=1.0, dataset="d")
+    for name, bpb in (scores | {"early": (1.31, 1.31)}).items():
+        for seed, val_bpb in enumerate(bpb):
+            to_beat = 0.0 if name == "early" else scores["base"][seed]
+            harness.log_result(val_bpb=val_bpb, to_beat=to_beat, commit=name[0], description=name, seed=seed, **row)
     harness.log_result(val_bpb=1.35, description="lucky", commit="l", to_beat=9.0, **row)
     harness.log_result(val_bpb=0, description="fine", seed=3, commit="f", reason="x", **row)
     harness.log_result(val_bpb=1.1, description="far", commit="o", to_beat=0.0, **row | {"gpu": "B"})
@@ -208,12 +191,10 @@ def test_ideas_are_kept_by_their_mean_over_the_seeds_that_they_share_with_the_re
     with open(harness.RESULTS, "ab") as file:
         file.write(b"\xff no row\n")
     judge(runs, "b", Kind("A", "300 s", "d"))
-    names = [told(row) for row in harness.read_results()]
-    status = {told(row): row["status"] for row in harness.read_results()}
-    assert status["lucky, seed 0"] == "discard" and status["lucky"] == status["one, seed 0"] == "keep"
-    assert {status[f"fine, seed {seed}"] for seed in range(3)} == {status["early, seed 0"], status["early, seed 1"]}
-    assert status["early, seed 0"] == "keep" and status["tie, seed 0"] == status["far"] == "discard"
-    assert names[-4:] == ["fine, seed 1", "fine, seed 2", "early, seed 0", "early, seed 1"]
+    status = dict(played.statuses())
+    kept = {name for name in status if status[name] == "keep"} - {f"base, seed {seed}" for seed in range(3)}
+    moved = ["fine, seed 1", "fine, seed 2", "early, seed 0", "early, seed 1"]
+    assert kept == {"lucky", "fine, seed 0", "one, seed 0", *moved} and [*status][-4:] == moved
     before = harness.RESULTS.read_bytes()
     judge(runs, "b", Kind("A", "300 s", "d"))
     assert harness.RESULTS.read_bytes() == before and b"\xff no row\n" in before
@@ -223,21 +204,20 @@ def test_an_earlier_reference_in_a_wave_is_compared_and_stays_behind(played):
     """Though it is better with one seed, whether it has that row already or gets it now."""
     played.commit(base="import sys\nresult(1.3 if '--seed=1' not in str(sys.argv) else 1.1)", idea="result(1.2)")
     played.shell("git checkout -q base")
-    played.log("base", 1.3, to_beat=math.inf), played.log("base", 1.1, seed=2, to_beat=math.inf)
-    played.log("idea", 1.2, to_beat=1.3), played.log("idea", 1.2, seed=2, to_beat=0.0)
+    for name, val_bpb, seed in (("base", 1.3, 42), ("base", 1.1, 2), ("idea", 1.2, 42), ("idea", 1.2, 2)):
+        played.log(name, val_bpb, seed=seed, to_beat=1.15 if seed == 2 else math.inf)
     played.shell("git checkout -q idea")
     for seeds in ("42,2", "42,1"):
         played.wave("base", f"--seeds={seeds}")
-        assert rows.reference(played.kind) == played.shell("git rev-parse --short=7 idea")
-        assert ("base", "keep") in played.statuses()
+        assert rows.reference(played.kind) == played.head() and ("base", "keep") in played.statuses()
 
 
 def test_what_was_kept_on_another_branch_before_the_reference_is_still_an_idea(played):
     played.commit(base="result(1.3)", side="result(1.1)")
     played.shell("git checkout -q base")
     played.commit(merged="result(1.2)")
-    for name, val_bpb, to_beat in (("base", 1.3, math.inf), ("side", 1.1, 1.3), ("merged", 1.2, 1.3)):
-        played.log(name, val_bpb, to_beat=to_beat)
+    for name, val_bpb in dict(base=1.3, side=1.1, merged=1.2).items():
+        played.log(name, val_bpb, to_beat=math.inf)
     played.wave("side", "--seeds=1")
     assert ("side, seed 1", "keep") in played.statuses()
 
@@ -258,20 +238,18 @@ def test_a_crash_of_the_reference_keeps_no_idea_and_is_repeated(played, capsys):
 
 def test_a_run_on_another_dataset_than_this_clones_ends_the_wave(played):
     """As with an edit of prepare.py that is not committed, and so not in the run's checkout."""
-    base = played.head()
     trainer = played.trainer(parse(["wave"]), played.kind._replace(dataset="mine"))
     with pytest.raises(prepare.PrepareError, match="was scored on cpu, 300 s, d, and not on cpu, 300 s, mine: is prep"):
-        trainer.train([Run(base, "base", base=base)])
+        trainer.train([Run(played.head(), "base")])
 
 
 def test_a_run_that_cannot_start_has_a_row_and_its_record(played):
     """As when the disk is too full to unpack its checkout."""
-    run = Run(base := played.head(), "base", base=base)
+    run = Run(played.head(), "base", base=played.head())
     played.pool.ended = lambda: [Ended(run, "", [], "OSError", {"log.txt": b"tar: no space"})]
     played.wave()
     assert played.statuses() == [("base [OSError]", "crash")]
-    (record,) = played.folder.glob("runs/*")
-    assert "space" in prepare.read(record / "log.txt")
+    assert [prepare.read(path) for path in played.folder.glob("runs/*/log.txt")] == ["tar: no space"]
 
 
 def test_a_run_that_ends_by_the_same_signal_as_its_wave_leaves_no_row(played):
@@ -288,7 +266,7 @@ def test_a_wave_says_what_makes_its_runs_unlike_what_somebody_expects(clone):
     (clone.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.2"), "utf-8")
     (clone.folder / "harness" / "new.py").touch()
     output = clone.finish(clone.wave("base", "odd", *TWO_SLOTS, PYTHONIOENCODING="gbk"))
-    assert " odd ?, cpu\n" in output, "its terminal has no rocket"
+    assert " odd ?\n" in output, "its terminal has no rocket"
     assert {row["description"] for row in clone.rows()} == {"base", "odd 🚀"}
     odd = clone.run("git rev-parse --short=7 odd").strip()
     assert "no run includes what is not committed here: train.py, harness/new.py\n" in output
@@ -313,13 +291,9 @@ def test_runs_and_waves_need_no_folder_for_records_and_nothing_but_the_base_pack
         (tmp_path / "bin" / f"{name}.py").write_text("raise SystemExit('imported')")
     clone.commit(base="val_bpb = 1.3 + args.seed / 100")
     (clone.folder / "runs").symlink_to("/no/such/disk")
-    before = {*Path("/dev").iterdir()}
     clone.run("python -m night run")
     assert "imported" not in clone.finish(clone.wave("--seeds=1", *TWO_SLOTS))
     assert [row["val_bpb"] for row in clone.rows()] == [1.3, 1.31]
-    assert not any(path.is_file() for path in {*Path("/dev").iterdir()} - before)
-    project = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")
-    assert "ray" not in re.findall(r'"([\w-]+)', project[0]) and re.search(r'night = \[\s*"ray', project[2])
 
 
 def test_what_a_wave_prints_on_a_full_disk_or_to_nobody_is_lost_and_no_row_is(clone):
@@ -348,52 +322,32 @@ def test_a_row_that_a_full_disk_does_not_take_is_logged_when_there_is_room(playe
     assert "it is nowhere else" in capsys.readouterr().err
 
 
-def test_a_wave_whose_records_are_deleted_meanwhile_goes_on_and_ends_as_told(clone):
-    clone.commit(base=SIX["hang"])
-    wave = clone.wave(*TWO_SLOTS)
-    clone.process("999")
-    while (clone.folder / "runs").exists():  # the wave may write to it
-        shutil.rmtree(clone.folder / "runs", ignore_errors=True)
-    wave.send_signal(signal.SIGINT)
-    assert "interrupted: the same command continues" in clone.finish(wave, code=130)
-
-
 @pytest.mark.slow
 def test_a_wave_of_six_leaves_a_row_each_also_if_it_is_interrupted_and_repeated(clone):
     """On two slots: three good runs, a crash, a SyntaxError and a hang, and the reference, the first of the good
-    rows. Nothing listens to the network. The wave begins as in a script, by `&`: SIGINT is ignored."""
+    rows. The wave begins as in a script, by `&`: SIGINT is ignored."""
     clone.commit(base="time.sleep(1); val_bpb = 1.35", **SIX)
     clone.run("git checkout -q base")
-    command = [*SIX, *TWO_SLOTS, "--limit=12"]
     begin = [*reversed(SIX), *TWO_SLOTS, "--limit=300"]
     wave = clone.wave(*begin, begin=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     clone.wait(wave, lambda: len(clone.rows()) >= 3 and "base" in clone.scores())
     folder = Path(f"/proc/{clone.process('999')}/cwd").resolve()
     assert folder.parent == Path("/tmp") and (folder / "results.tsv").exists()
-    assert not listening(clone.processes())
     wave.send_signal(signal.SIGINT)
-    clone.finish(wave, code=130, timeout=200)
-    assert not clone.processes() and not folder.exists()
+    assert "interrupted: the same command continues" in clone.finish(wave, code=130, timeout=200)
     before = clone.rows()
-    assert 3 <= len(before) < 7
+    assert not clone.processes() and not folder.exists() and 3 <= len(before) < 7
 
+    command = [*SIX, *TWO_SLOTS, "--limit=12"]
     output = clone.finish(clone.wave(*command))
     assert clone.rows()[: len(before)] == before
-    names = {f"{name} {REASON[name]}": "crash" for name in REASON}
-    kept = {"base": "keep", "good": "keep", "better": "keep", "worse": "discard"}
-    assert clone.scores() == kept | names
+    crashes = {f"{name} {REASON[name]}": "crash" for name in REASON}
+    assert clone.scores() == {"base": "keep", "good": "keep", "better": "keep", "worse": "discard"} | crashes
     assert next(name for name, status in clone.scores().items() if status != "crash") == "base"
-    for row in clone.rows():
-        tokens_M = 0.0 if row["status"] == "crash" else 1.5
-        assert (row["gpu"], row["budget"], row["tokens_M"]) == ("cpu", "1.5 M tokens", tokens_M)
-    table = re.findall(r"^([01]\.\d{6}) +(\S*)  .*[0-9a-f]{7}  (\w+)", output, re.M)
-    assert table[:2] == [("1.200000", "-0.150000", "better"), ("1.300000", "-0.050000", "good")]
-    assert table[2:4] == [("1.350000", "reference", "base"), ("1.400000", "+0.050000", "worse")]
-    assert {name for _, _, name in table[4:]} == REASON.keys()
-
-    log = (clone.folder / "results.tsv").read_bytes()
-    assert clone.finish(clone.wave(*command)).startswith("3 runs, 4 more have a score")
-    assert (clone.folder / "results.tsv").read_bytes().startswith(log), "what has crashed is repeated"
+    table = re.findall(r"^([01]\.\d{6}) +(\S*) +(\S+)  .*[0-9a-f]{7} (\w+)", output, re.M)
+    assert table[:3:2] == [("1.200000", "-0.150000", "1.5", "better"), ("1.350000", "reference", "1.5", "base")]
+    assert {name for *_, name in table[4:]} == REASON.keys()
+    assert clone.finish(clone.wave(*command)).startswith("3 runs, 4 more have a score"), "what has crashed is repeated"
 
 
 def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_with_the_same_seed(clone, tmp_path):
@@ -417,7 +371,7 @@ def test_a_killed_wave_keeps_its_rows_and_what_a_wave_keeps_beats_the_reference_
     assert clone.scores() == expected | typos
     names = [*clone.scores()]
     assert names.index("base, seed 5") < names.index("idea, seed 5"), "so that the idea is the last one kept"
-    assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds, cpu", output, re.M)
+    assert re.search(r"^1\.550000 \+-0\.25000  reference .* base, 2 seeds$", output, re.M)
     assert re.search(r"^1\.530000 \+-0\.21000  -0\.020000 \+-0\.04000 .* keep .* idea, 2 seeds", output, re.M)
 
 
@@ -449,7 +403,7 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
         plan(1, idea, val_bpb)
     step("2")
     log = (clone.folder / "wave.log").read_text()
-    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a, cpu$", log, re.M), log
+    assert log.startswith("3 runs, 1 more") and re.search(r"^1.280000 +-0.020000 .* keep .* a$", log, re.M), log
     assert clone.run("python -m night reference") == clone.run("git rev-parse --short=7 HEAD")
 
     plan(2, "all-winners", 1.25)
@@ -461,20 +415,15 @@ def test_a_night_of_waves_by_the_documents_while_another_clone_prepares_other_da
     step("5")
     winner = clone.run("git rev-parse --short=7 mar5-wave2/all-winners")
     assert clone.run("python -m night reference") == winner
-    plan(3, "unmerged", 1.24)
-    clone.run("git checkout -q autoresearch/mar5")
-    assert re.search(r"^1.240000 +-0.010000 .* keep ", clone.run("python -m night wave HEAD@{1}"), re.M)
     output = clone.run("python -m night wave mar5-wave1/a --tokens 1500000")
-    assert re.search(r"^1.250000 +reference .* all-winners, cpu$", output, re.M), output
-    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a, cpu$", output, re.M)
+    assert re.search(r"^1.250000 +reference .* all-winners$", output, re.M), output
+    assert re.search(r"^1.280000 +\+0.030000 .* discard .* a$", output, re.M)
 
     clone.run(command("## The morning after") + "wait")
-    report = (clone.folder / "report.md").read_text()
-    baseline, *_ = rows = clone.rows()
+    report, (baseline, *_) = (clone.folder / "report.md").read_text(), clone.rows()
     assert f"First kept: {baseline['commit']}, baseline. Last kept: {winner.strip()}, all-winners." in report
     assert "| test, mean of 3 new seeds | 1.4020 | 1.3520 | 0.0500 | 0.0000 |" in report
-    assert len(rows) == 1 + 3 + 6 + 2 + 2 + 6 and len({row["dataset"] for row in rows}) == 1
-    assert clone.run("git status --porcelain") == ""
+    assert len({row["dataset"] for row in clone.rows()}) == 1 and clone.run("git status --porcelain") == ""
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is nothing to share")
@@ -489,26 +438,31 @@ def test_under_taskset_runs_share_the_threads_that_they_may_use(clone):
 
 
 @pytest.mark.parametrize(
-    ("revision", "remedy"),
+    ("command", "remedy"),
     [
-        ("HEAD no-such-branch", "bad revision 'no-such-branch'"),
-        ("HEAD --address=auto", r"wave needs .*ray.*: pip install -e '\.\[night\]'"),
-        ("HEAD", "asking for this machine's GPUs failed with exit status 3"),
-        ("HEAD", "another wave, tune, loop or report of this clone is running"),
-        ("HEAD", r"\[Errno 21\] Is a directory: .*results.tsv.wave"),  # read-only, to a user who is not root
+        ("wave HEAD no-such-branch", "bad revision 'no-such-branch'"),
+        ("wave --address=auto", r"wave needs .*ray.*: pip install -e '\.\[night\]'"),
+        ("wave", "asking for this machine's GPUs failed with exit status 3"),
+        ("reference", "GPUs do not answer within 0.5 s"),
+        ("wave", "another wave, tune, loop or report of this clone is running"),
+        ("wave", r"\[Errno 21\] Is a directory: .*results.tsv.wave"),  # read-only, to a user who is not root
     ],
 )
-def test_a_wave_that_cannot_be_says_so(played, monkeypatch, revision, remedy):
+def test_what_cannot_be_says_so(played, monkeypatch, command, remedy):
     monkeypatch.setattr(prepare, "dataset_id", lambda: "d")
     monkeypatch.setattr(pool, "GPU_NAMES", f"raise SystemExit({3 * ('asking' in remedy)})")
-    monkeypatch.setattr(sys, "argv", ["night", "wave", *revision.split()])
+    monkeypatch.setattr(sys, "argv", ["night", *command.split()])
+    lock = played.folder / ".git" / "results.tsv.wave"
     if "ray" in remedy:
         monkeypatch.setitem(sys.modules, "ray", None)
         monkeypatch.delitem(sys.modules, "night.ray_pool", raising=False)
+    if "answer" in remedy:
+        monkeypatch.setattr(pool, "GPU_NAMES", "import time; time.sleep(100)")
+        monkeypatch.setattr(pool, "ANSWER", 0.5)
     if "directory" in remedy:
-        (played.folder / ".git" / "results.tsv.wave").mkdir()
+        lock.mkdir()
     if "another" in remedy:
-        other = open(played.folder / ".git" / "results.tsv.wave", "ab")
+        other = open(lock, "ab")
         fcntl.flock(other, fcntl.LOCK_EX)
     with pytest.raises((prepare.PrepareError, OSError, subprocess.CalledProcessError)) as error:
         main()
@@ -518,10 +472,3 @@ def test_a_wave_that_cannot_be_says_so(played, monkeypatch, revision, remedy):
 def test_a_command_that_cannot_be_ends_in_a_line(clone):
     output = clone.finish(clone.wave("no-such-branch"), code=1)
     assert re.search("^night: .*bad revision 'no-such-branch'", output, re.M) and "Traceback" not in output
-
-
-def test_gpus_that_do_not_answer_are_told_in_a_line(monkeypatch):
-    monkeypatch.setattr(pool, "ANSWER", 0.5)
-    monkeypatch.setattr(pool, "GPU_NAMES", "import time; time.sleep(100)")
-    with pytest.raises(prepare.PrepareError, match="GPUs do not answer within"):
-        kind_here(parse(["reference"]))
