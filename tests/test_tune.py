@@ -75,7 +75,8 @@ class Searched(Scratch):
         n = proposals.new_proposal(branch)
         self.propose(base, *command.split())
         ended = SimpleNamespace(poll=lambda: 0, returncode=0)
-        return agents.Agent(n, now, name, base, self.work, {"train.py": tune.read_train(base)}, ended)
+        files, scratch = {"train.py": tune.read_train(base)}, SimpleNamespace(cleanup=str)
+        return agents.Agent(n, now, name, base, scratch, self.work, files, ended)
 
     def night(self, command: str, runs: int) -> list[dict]:
         """The rows of a loop with the tuner, the base's first."""
