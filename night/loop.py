@@ -190,7 +190,7 @@ class Loop:
             note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
-            self.accept(n, commit_train(base, text, idea, f"{proposals.REFS(self.branch)}{n}"), base, idea)
+            self.accept(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:

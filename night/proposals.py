@@ -16,7 +16,6 @@ from night.records import RUNS, record_of
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
-REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # Of the throw-away repository of a checkout, whatever the user has told git
@@ -56,7 +55,7 @@ def new_proposal(branch: str) -> int:
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
     """(number, base, subject) of each proposal that was accepted on a branch, by commit."""
     form = "--format=%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
-    refs = git("for-each-ref", "--sort=version:refname", form, f"refs/night/{REFS(branch)}")
+    refs = git("for-each-ref", "--sort=version:refname", form, f"refs/night/{branch}-loop/")
     lines = [line.split("\t") for line in refs.splitlines()]
     return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines if n.isdecimal()}
 
