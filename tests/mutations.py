@@ -1032,8 +1032,6 @@ SECTIONS = [
         (""".replace("```", "'''")""", ""),
         ("row not in kept, ", ""),
         ("or 99))[:MEMORY]", "or 99))"),
-    ]),
-    ("Agents", "night/agent.py", ["test_loop.py", "-k", "with_its_report"], [
         ("{cost if args.tokens else", "{cost if not args.tokens else"),
     ]),
     ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
@@ -1266,7 +1264,7 @@ SECTIONS = [
         ('(uncommitted: {', '({'),
         ('return commit[:7] + ', 'return commit[:9] + '),
     ]),
-    ("The commit to go back to", "night", ["test_night.py", "-k", "stays_the_reference"], [
+    ("The commit to go back to", "night", ["test_loop.py", "-k", "stays_the_reference"], [
         ("if blob == own}", "}"),
         ("] for row in rows) and not good(rows, base):", "] for row in []):"),
     ]),

@@ -515,6 +515,29 @@ def test_a_better_gain_that_conflicts_with_the_reference_becomes_it_though_its_r
     assert reference(waiting.kind) == best and waiting.played.shell(f"git diff {best} HEAD -- train.py") == ""
 
 
+def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(waiting, capsys):
+    idea = waiting.gain(1, "A = 30", "A = 29", 1.31)
+    waiting.played.shell("git mv train.py model.py; git commit -qm renamed")
+    waiting.advance()
+    assert "A = 29" in waiting.played.shell("git show HEAD:train.py") and reference(waiting.kind) == idea
+    assert "which no run has kept, stays in the history only" in capsys.readouterr().out
+
+
+def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(waiting):
+    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
+    idea, shell = waiting.gain(1, "A = 30", "A = 29", 1.31), waiting.played.shell
+    shell(f"git branch base; git reset -q --hard {idea}")
+    squash = "git reset -q --hard base; git merge -q --squash night@{1}; git commit -qm squashed"
+    for script in ("git commit -q --amend -m words", squash):
+        shell(script)
+        assert waiting.played.head() != idea == reference(waiting.kind)
+    shell("git reset -q --hard base")
+    assert reference(waiting.kind) == waiting.base
+    shell("git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f .; git commit -qm rebased")
+    with pytest.raises(prepare.PrepareError, match=rf"{waiting.played.head()} has no result \(a rebase\?"):
+        waiting.night.ask()
+
+
 def test_of_a_merge_that_was_tried_all_gains_are_decided(waiting):
     """As when the loop was killed after it had submitted the merge."""
     for n, (old, new) in enumerate([("A = 30", "A = 29"), ("B = 30", "B = 29"), ("1 +", "0.999 +")], start=1):

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import night_chart
 import pytest
-from scratch import Scratch
 from small_corpus import ROOT, copy_files, told
 
 import harness
@@ -23,9 +22,6 @@ import prepare
 from night import git as git_of_night
 from night import rows as night_rows
 from night.__main__ import main, parse
-from night.gains import Gains
-from night.git import commit_train
-from night.loop import Loop
 from night.plot import plot
 from night.rows import Kind, grouped, reference
 
@@ -110,15 +106,14 @@ class Night:
                     found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         return found
 
-    def process(self, script: str, *args: str, leads_session: bool | None = None) -> int:
+    def process(self, *words: str, leads_session: bool | None = None) -> int:
         """Waits for one that runs a script with these first arguments."""
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
-            for pid, words in self.processes().items():
+            for pid, found in self.processes().items():
                 with contextlib.suppress(ProcessLookupError):
-                    leads = leads_session in (None, pid == os.getsid(pid))
-                    names = [Path(word).name for word in words[1 : len(args) + 2]]
-                    if leads and names == [script, *args]:
+                    names = tuple(Path(word).name for word in found[1 : len(words) + 1])
+                    if names == words and leads_session in (None, pid == os.getsid(pid)):
                         return pid
             time.sleep(0.01)
         raise TimeoutError(self.processes())
@@ -140,7 +135,7 @@ class Night:
     def experiment(self, description: str, body: str) -> str:
         """Once through the loop; returns the status."""
         self.edit(description, body)
-        self.train()
+        self.run(RUN)
         return self.decide()
 
     def begin(self, word: str) -> subprocess.Popen:
@@ -150,9 +145,6 @@ class Night:
         while not self.log.exists() or word not in self.log.read_text():
             time.sleep(0.01)
         return loop
-
-    def train(self) -> None:
-        self.run(RUN)
 
     def edit(self, description: str, body: str) -> None:
         (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
@@ -204,7 +196,7 @@ def test_a_log_that_cannot_grow_and_what_a_hook_tells_git_cost_a_run_nothing(nig
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
-    night.train()
+    night.run(RUN)
     assert night.decide() == "keep"
     assert night.experiment("wider", "val_bpb = 1.2") == "keep"
     assert night.experiment("deeper", "val_bpb = 1.25") == "discard"
@@ -255,7 +247,7 @@ def test_an_error_while_train_py_is_imported_is_named_with_its_line(night):
     for line in reasons:
         (night.folder / "train.py").write_text(f"{line}\n{STUB}")
         night.run("git commit -qam idea")
-        night.train()
+        night.run(RUN)
     assert [told(row) for row in night.rows()] == [f"idea [{reason}]" for reason in reasons.values()]
 
 
@@ -313,21 +305,17 @@ print(run.run(None))
     assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT) == "killed\n137\n"
 
 
-def test_exit_status_options_and_output_are_those_of_train_py(night):
-    night.edit("exit", "print(sys.argv[1:]); sys.exit(3)")
-    process = night.start("python -m night run --seed 5 --limit 60")
-    assert "['--seed=5']" in process.communicate(timeout=600)[0] and process.returncode == 3
-
-
-def test_a_budget_set_by_hand_leaves_no_crash_row(night):
+def test_exit_status_options_and_output_are_those_of_train_py_and_a_budget_set_by_hand_leaves_no_crash_row(night):
     """Nor would it leave a row if it were good."""
-    night.edit("smoke", "os._exit(1)")
-    night.run("python -m night run --seconds 5; python -m night run --tokens=5; python -m night run --seconds 0")
+    night.edit("exit", "print(sys.argv[1:]); os._exit(3)")
+    process = night.start("python -m night run --seed 5 --seconds 9")
+    assert "['--seconds=9.0', '--seed=5']" in process.communicate(timeout=600)[0] and process.returncode == 3
+    night.run("python -m night run --tokens=5; python -m night run --seconds 0")
     assert night.rows() == []
 
 
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
-    night.train()
+    night.run(RUN)
     before = night.rows()
     night.run(
         "git commit -qam all; git add -A; git stash; git checkout -q -- .; git checkout -q main; git reset --hard"
@@ -349,7 +337,7 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
     night.experiment("alone", "del os.environ['AUTORESEARCH_RUN']; val_bpb = 1.15")
     night.edit("c", "val_bpb = 1.1")
     (night.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.1 + 0.01"), "utf-8")
-    night.train()
+    night.run(RUN)
     expected = ["a [exit status 3]", "b", "alone", "c (uncommitted: train.py)"]
     assert [told(row) for row in night.rows()] == expected
     assert [row["commit"][7:] for row in night.rows()] == ["", "", "", "+"]
@@ -360,9 +348,9 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
 
 @pytest.mark.slow
 def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
-    night.train()
+    night.run(RUN)
     night.edit("half the lines", "val_bpb = 1.30")
-    night.train()
+    night.run(RUN)
     first, last = night.rows()
     keep, discard = re.findall(r"`(python -m night keep .*?)`", PROGRAM)
     assert night.run(discard).startswith("discard ")
@@ -429,44 +417,6 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == "ccccccc"
-
-
-@pytest.fixture
-def gained(tmp_path, monkeypatch) -> tuple[Scratch, str, str]:
-    """A clone, its first commit, and one that was kept over it."""
-    scratch = Scratch(tmp_path / "clone", monkeypatch, {"train.py": "A = 1\n"})
-    base = scratch.head()
-    idea = commit_train(base, b"A = 2\n", "idea", "night-loop/1")
-    for commit, val_bpb in ((base, 1.3), (idea, 1.2)):
-        row = dict(memory_gb=1.0, gpu="cpu", dataset="d", commit=commit, description="x")
-        harness.log_result(val_bpb=val_bpb, **row)
-    return scratch, base, idea
-
-
-def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(gained):
-    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
-    scratch, base, idea = gained
-    scratch.shell(f"git branch base; git reset -q --hard {idea}")
-    squash = "git reset -q --hard base; git merge -q --squash night@{1}; git commit -qm squashed"
-    for script in ("git commit -q --amend -m words", squash):
-        scratch.shell(script)
-        assert scratch.head() != idea == reference(scratch.kind)
-    scratch.shell("git reset -q --hard base")
-    assert reference(scratch.kind) == base
-    scratch.shell("git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f .; git commit -qm rebased")
-    args = parse(["loop", "--agent=true"])
-    with pytest.raises(prepare.PrepareError, match=rf"{scratch.head()} has no result \(a rebase\?"):
-        Loop(args, scratch.trainer(args)).ask()
-
-
-def test_a_gain_becomes_the_reference_though_somebody_has_renamed_train_py(gained, capsys):
-    scratch, base, idea = gained
-    scratch.shell("git mv train.py model.py; git commit -qm renamed")
-    gains = Gains(scratch.kind, "night", None, list)
-    gains.settle(1, base, scratch.rows()[-1])
-    gains.advance(over=False)
-    assert scratch.shell("git show HEAD:train.py") == "A = 2" and reference(scratch.kind) == idea
-    assert "which no run has kept, stays in the history only" in capsys.readouterr().out
 
 
 def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(history):
@@ -561,19 +511,13 @@ def test_the_time_limit_of_a_run_follows_from_its_budget(line, limit, budget):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("reference x", "unrecognized arguments: x"),
-        ("keep", "required: COMMIT"),
-        ("keep a b", "unrecognized arguments: b"),
         ("wave a --per-gpu=2", "--per-gpu needs --tokens"),
         ("wave a --per-gpu=0 --tokens=9", "--per-gpu needs --tokens, and a number above 0"),
         ("run --seconds=inf", "inf must be finite and above 0"),
-        ("run --tokens=0", "0 must be above 0"),
         ("loop --agent=true --runs=0", "0 must be above 0"),
         ("wave a --limit=nan", "nan must be finite and above 0"),
         ("wave a --seed=0", "unrecognized arguments: --seed=0"),
-        ("run --seeds=1", "unrecognized arguments: --seeds=1"),
         ("wave a --seeds=1,", "invalid integers value: '1,'"),
-        ("run --gpu=t4", "invalid choice: 't4' (choose from"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(capsys, line, error):
@@ -618,7 +562,7 @@ def test_set_up_begins_an_empty_log_and_needs_no_git_identity_and_noise_rows_are
     night.run("cp results.tsv.before-mar5 results.tsv; git config user.useConfigOnly true")
     night.run(command("## Set-up").replace("mar5", "mar6"))
     assert night.run("git log -1 --format='%an %s %D'") == "autoresearch baseline HEAD -> autoresearch/mar6\n"
-    night.train()
+    night.run(RUN)
     night.run(command("## Noise") + "wait")
     assert [told(row) for row in night.rows()] == ["baseline", "baseline, seed 1"]
     night.run("touch wave.log report.log")
@@ -653,31 +597,20 @@ def drawn(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
 
-    def draw(*rows: tuple) -> list:
+    def draw(*rows: tuple, draw=plot) -> list:
         for commit, seed, val_bpb, *more in rows:
             row = dict(memory_gb=1.0, gpu="g", dataset="d", budget="60 s", description="idea [2]")
             row |= dict(commit=commit, seed=seed, reason="killed" * (not val_bpb))
             harness.log_result(val_bpb=val_bpb, **row | dict(*more))
-        plot()
-        assert figures[-1].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
-        return figures[-1].axes
+        draw()
+        assert figures[0].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
+        return [chart for figure in figures for chart in figure.axes]
 
     return draw
 
 
-def check_chart(chart, rows: list[dict]) -> None:
-    """Each experiment is a mark, crashes lie below all others."""
-    points = [tuple(point) for marks in chart.collections for point in marks.get_offsets()]
-    assert sorted(x for x, _ in points) == list(range(1, len(rows) + 1))
-    (left, right), (bottom, top) = chart.get_xlim(), chart.get_ylim()
-    assert (left, right) == (0.5, len(rows) + 0.5)
-    assert all(left < x < right and bottom <= y <= top for x, y in points)
-    scores = [row["val_bpb"] for row in rows if row["status"] != "crash"]
-    assert all((y < min(scores)) == (rows[int(x) - 1]["status"] == "crash") for x, y in points)
-    assert 0.003 * min(scores) < top - bottom
-    labels = [label.get_text() for label in chart.get_legend().get_texts()]
-    counts = [int(label.split()[0]) for label in labels if "best" not in label]
-    assert sum(counts) == len(rows)
+def labels(chart) -> list[str]:
+    return [label.get_text() for label in chart.get_legend().get_texts()]
 
 
 def test_a_picture_has_a_chart_for_each_gpu_with_every_experiment(drawn):
@@ -686,9 +619,14 @@ def test_a_picture_has_a_chart_for_each_gpu_with_every_experiment(drawn):
     others = [("a", 42, 1.3), ("b", 42, 2.3), ("c", 42, 0.0), ("d", 42, 1.29), ("e", 42, 2.2), ("f", 42, 1.28)]
     charts = drawn(*[(*run, dict(description="$x$ " + 30 * "long ")) for run in others])
     for chart, rows in zip(charts, grouped(night_rows.experiments(), night_rows.place).values(), strict=True):
-        check_chart(chart, rows)
+        points = sorted(tuple(point) for marks in chart.collections for point in marks.get_offsets())
+        assert [x for x, _ in points] == [*range(1, len(rows) + 1)]
+        (bottom, top), scores = chart.get_ylim(), [row["val_bpb"] for row in rows if row["val_bpb"]]
+        assert chart.get_xlim() == (0.5, len(rows) + 0.5) and all(bottom <= y <= top for _, y in points)
+        assert [y < min(scores) for _, y in points] == [row["status"] == "crash" for row in rows]
+        assert sum(int(label.split()[0]) for label in labels(chart) if "best" not in label) == len(rows)
         assert chart.get_title("left").startswith(f"{', '.join(night_rows.place(rows[0]))}\n")
-        assert rows[0]["val_bpb"] < chart.get_ylim()[1] < 1.4, "despite outliers"
+        assert rows[0]["val_bpb"] < top < 1.4, "despite outliers"
         best = [y for y in chart.lines[0].get_ydata() if math.isfinite(y)]
         assert best == sorted(best, reverse=True)
 
@@ -699,14 +637,12 @@ def test_the_picture_begins_with_the_baseline_not_with_an_idea_that_ended_before
     assert chart.get_title("left").endswith("\nval_bpb 1.3000 to 1.2900") and chart.get_ylim()[1] < 1.4
     log = harness.RESULTS.read_text()
     harness.RESULTS.write_text(log.replace("c\t1.290000\t1.0\tkeep", "c\t1.290000\t1.0\tdiscard"))
-    (chart,) = drawn()
-    assert chart.get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
+    assert drawn()[-1].get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
 
 
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     (chart,) = drawn(("a", 42, 1.3), ("a", 1, 0.0), ("a", 3, 0.0), ("a", 1, 1.2), ("a", 2, 1.25))
-    labels = [label.get_text() for label in chart.get_legend().get_texts()]
-    assert labels == ["1 discard", "2 keep", "1 crash", "best +- 2 s.d. of a seed"]
+    assert labels(chart) == ["1 discard", "2 keep", "1 crash", "best +- 2 s.d. of a seed"]
 
 
 @pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\t300 s\t42\t0.0\t\tkilled\trun\n"])
@@ -717,25 +653,14 @@ def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkey
         plot()
 
 
-def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(monkeypatch):
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(harness, "RESULTS", harness.RESULTS)  # night_chart sets it
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
-    night_chart.main(ROOT / "docs")
-    light, dark = figures
-    assert light.get_facecolor() == (1, 1, 1, 1) and max(dark.get_facecolor()[:3]) < 0.1
-    for figure in figures:
-        (chart,) = figure.axes
-        assert sum(len(marks.get_offsets()) for marks in chart.collections) == 133
-        assert chart.get_title("left").endswith("val_bpb 1.2070 to 1.1945")
-        assert 133 == sum(int(label.get_text().split()[0]) for label in chart.get_legend().get_texts()[:3])
+def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(drawn):
+    light, dark = drawn(draw=lambda: night_chart.main(ROOT / "docs"))
+    assert max(dark.get_facecolor()[:3]) < 0.1 and labels(light) == labels(dark)
+    assert light.get_title("left").endswith("val_bpb 1.2070 to 1.1945")
 
 
 @pytest.mark.filterwarnings("error", "ignore:Glyph")
-@pytest.mark.parametrize("scores", [(1.2,), (1.2, 1.3), (1.2, 1.1)])
-@pytest.mark.parametrize("to_beat", [None, 0.0])
+@pytest.mark.parametrize(("scores", "to_beat"), [((1.2,), None), ((1.2,), 0.0), ((1.2, 1.1), 0.0), ((1.2, 1.3), None)])
 def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     monkeypatch.setattr("night.plot.in_history", lambda rows: [])
