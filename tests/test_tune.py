@@ -2,6 +2,9 @@
 
 import functools
 import re
+import shlex
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,36 +53,23 @@ class Searched(Scratch):
 
     luck = 0
 
-    def propose(self, base: str, *options: str) -> str:
-        """What the tuner writes as IDEA. self.work: where; self.study: what Optuna knew, and the trial."""
-        create = optuna.create_study
-        self.work = self.folder.with_name(f"agent{self.luck}") / "work"
-        self.work.parent.mkdir()
-        proposals.checkout(self.work, base)
+    def propose(self, base: str, *options: str) -> tuple[tempfile.TemporaryDirectory, Path]:
+        """The tuner's folder, and its checkout there. self.study: what Optuna knew, and the trial."""
+        create, scratch = optuna.create_study, tempfile.TemporaryDirectory()
+        proposals.checkout(work := Path(scratch.name, "work"), base)
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.work)
+            patch.chdir(work)
             patch.setattr(optuna, "create_study", lambda **args: setattr(self, "study", create(**args)) or self.study)
             patch.setattr(optuna.samplers, "TPESampler", functools.partial(optuna.samplers.TPESampler, seed=self.luck))
             self.luck += 1
             tune.propose(parse(["tune", "--tokens=1500000", *options]))
-        return (self.work / "IDEA").read_text()
+        return scratch, work
 
     def agent(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
         """In place of agents.start: the tuner, without a process of its own."""
-        n = proposals.new_proposal(branch)
-        self.propose(base, *command.split())
-        ended = SimpleNamespace(poll=lambda: 0, returncode=0)
-        files, scratch = {"train.py": tune.read_train(base)}, SimpleNamespace(cleanup=str)
-        return agents.Agent(n, now, name, base, scratch, self.work, files, ended)
-
-    def night(self, command: str, runs: int) -> list[dict]:
-        """The rows of a loop with the tuner, the base's first."""
-        args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}"])
-        trainer = self.trainer(args)
-        loop = loops.Loop(args, trainer)
-        trainer.train([loops.Run(self.head(), "base", base=self.head())])
-        loop.work()
-        return self.rows()
+        n, files = proposals.new_proposal(branch), {"train.py": tune.read_train(base)}
+        folders = self.propose(base, *shlex.split(command)[2:])
+        return agents.Agent(n, now, name, base, *folders, files, SimpleNamespace(poll=lambda: 0, returncode=0))
 
     def log(self, commit: str, val_bpb: float, description: str, reason: str = "") -> None:
         where = dict(memory_gb=1.0, gpu="cpu", dataset="d", budget="1.5 M tokens")
@@ -90,6 +80,8 @@ class Searched(Scratch):
 def quick(tmp_path, monkeypatch):
     quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": BOWL}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
+    monkeypatch.setattr(tune, "kind_here", lambda args: quick.kind)
+    monkeypatch.setattr(loops, "start_pool", lambda args: (quick.pool, quick.kind))
     return quick
 
 
@@ -117,10 +109,10 @@ def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     assert edit(b"A = 2**17; B = 1.0", dict(zip(pair, (32, 0.5), strict=True))) == b"A = 2**5; B = 0.5"
 
 
-def test_an_unknown_knob_and_a_file_without_any_are_refused(monkeypatch):
-    monkeypatch.setattr(tune, "kind_here", lambda args: "kind")
-    monkeypatch.setattr(tune, "reference", lambda kind: f"reference of {kind}")
-    monkeypatch.setattr(tune, "read_train", {"reference of kind": HOSTILE}.get)  # HEAD may be another file
+def test_an_unknown_knob_and_a_file_without_any_are_refused(quick):
+    quick.commit(hostile=HOSTILE.decode())
+    quick.log(quick.head(), 1.3, "the reference")
+    quick.commit(other="A = 1")
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         tune.tune(parse(["tune", "--knobs=ZERO,A_LR,TUPLE"]))
     for source, reason in ((b"A = = 1", "no valid Python"), (b"A = -1\nB = 1e308\nC = 5e-324\n", "has no knob")):
@@ -129,19 +121,18 @@ def test_an_unknown_knob_and_a_file_without_any_are_refused(monkeypatch):
 
 
 def test_a_night_of_the_tuner_moves_constants_to_new_values_within_their_ranges(quick):
-    base, *rows = quick.night("--sampler=tpe", 20)
+    tune.tune(parse(["tune", "--tokens=1500000", "--runs=20"]))
+    base, rows = quick.rows()[0], quick.rows()[4:]  # in between are three that tell the noise
     assert len(rows) >= 20 and {row["status"] for row in rows} == {"keep", "discard", "crash"}
     assert min(row["val_bpb"] for row in rows if row["val_bpb"]) < base["val_bpb"]
-    found = {quick.shell(f"git show {row['commit']}:train.py") for row in rows}
-    assert len(found) == len(rows), "each is new"
-    for text in found:
+    found = [quick.shell(f"git show {row['commit']}:train.py") for row in rows]
+    assert len({*found}) == len(rows), "each is new"
+    for row, text in zip(rows, found, strict=True):
         lr, width, *_ = (knob.value for knob in read_knobs(text.encode()))
         assert 0.01 <= lr <= 0.1 and width in range(1, 257) and text.split("\n")[3:] == BOWL.strip().split("\n")[3:]
-    assert all(re.match(r"tune tpe: \w+ \S+ -> ", row["description"]) for row in rows)
-    changes = [pair for row in rows for pair in re.findall(r"(\S+) -> ([^\s,]+)", row["description"])]
-    assert all(before != after for before, after in changes), "what stays is no change"
-    name, value = re.search(r"(\w+) \S+ -> ([^\s,]+)", rows[0]["description"]).groups()
-    assert f"{name} = {value}" in quick.shell(f"git show {rows[0]['commit']}:train.py")
+        assert re.match(r"tune tpe: \w+ \S+ -> ", row["description"])
+        for name, before, after in re.findall(r"(\w+) (\S+) -> ([^\s,]+)", row["description"]):
+            assert before != after and f"{name} = {after}" in text, "what stays is no change"
 
 
 def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler(quick):
