@@ -169,17 +169,6 @@ class Night:
         assert header + "\n" == HEADER and len(rows) == len(lines)
         return rows
 
-    def assert_nothing_else_changed(self) -> None:
-        """The branch holds train.py of the last kept row, every commit that has a row, and no row."""
-        assert self.run("git status --porcelain") == ""
-        assert self.run("git diff --name-only main") in ("", "train.py\n")
-        assert self.run("git show HEAD:results.tsv main:results.tsv") == 2 * (HEADER + OLD)
-        *_, kept = (row["commit"] for row in self.rows() if row["status"] == "keep")
-        assert self.run(f"git diff {kept} -- train.py") == ""
-        subjects = dict(line.split(" ", 1) for line in self.run("git log --format='%h %s' --abbrev=7").splitlines())
-        for row in self.rows():
-            assert row["description"] == subjects[row["commit"]]
-
 
 @pytest.fixture
 def night(prepared, tmp_path) -> Night:
@@ -213,7 +202,12 @@ def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night)
     names = "baseline, wider, deeper, no norm [ValueError], a typo [SyntaxError line 14], slower [KeyboardInterrupt], "
     names += "head_dim 64, head_dim 32"
     assert [told(row) for row in night.rows()] == names.split(", ")
-    night.assert_nothing_else_changed()
+    assert night.run("git status --porcelain") == "" and night.run("git diff --name-only main") == "train.py\n"
+    assert night.run("git show HEAD:results.tsv main:results.tsv") == 2 * (HEADER + OLD), "no row is committed"
+    subjects = dict(line.split(" ", 1) for line in night.run("git log --format='%h %s' --abbrev=7").splitlines())
+    assert all(row["description"] == subjects[row["commit"]] for row in night.rows())
+    kept = [row["commit"] for row in night.rows() if row["status"] == "keep"][-1]
+    assert night.run(f"git diff {kept} -- train.py") == ""
 
 
 CALLED = "[signal.signal(n, lambda *_: print('was called', flush=True)) for n in (signal.SIGALRM, signal.SIGTERM)]"
@@ -317,9 +311,7 @@ def test_exit_status_options_and_output_are_those_of_train_py_and_a_budget_set_b
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
     night.run(RUN)
     before = night.rows()
-    night.run(
-        "git commit -qam all; git add -A; git stash; git checkout -q -- .; git checkout -q main; git reset --hard"
-    )
+    night.run("git commit -qam all; git add -A; git stash; git checkout -q .; git checkout -q main; git reset --hard")
     assert night.rows() == before and len(before) == 1
     assert night.run("git log --all --format= --name-only -- results.tsv | sort -u") == "results.tsv\n"  # of `start`
 
@@ -346,27 +338,17 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
     assert [(row["description"], row["status"]) for row in night.rows()] == [("d", "keep")]
 
 
-@pytest.mark.slow
-def test_overruling_a_status_moves_what_the_next_discard_goes_back_to(night):
+def test_the_documents_commands_overrule_a_status_and_name_the_reference(night):
     night.run(RUN)
     night.edit("half the lines", "val_bpb = 1.30")
     night.run(RUN)
     first, last = night.rows()
     keep, discard = re.findall(r"`(python -m night keep .*?)`", PROGRAM)
-    assert night.run(discard).startswith("discard ")
-    assert night.rows() == [first, last | {"by": "person"}] and last["status"] == "discard"
-    assert night.run(keep).startswith("keep ")
-    assert night.rows() == [first, last | {"status": "keep", "by": "person"}]
-    assert night.decide() == "keep"
-    assert night.experiment("worse", "val_bpb = 1.4") == "discard"
-    night.assert_nothing_else_changed()
-    baseline = night.run("git rev-parse --short=7 HEAD~3").strip()
-    assert night.run("python -m night keep HEAD~3").endswith(f"starts from {baseline}\n"), "though its row is older"
-    night.run("python -m night run --seed 1; python -m night keep HEAD~2; python -m night keep HEAD~2 --discard")
-    assert night.run("python -m night reference") == f"{baseline}\n"
-    said = night.run("python -m night reference --tokens 9")
-    assert "no row" not in said, "the reference of five-minute runs serves, too"
-    (night.folder / "results.tsv").write_text(HEADER + "a\t1.3\t1.0\tkeep\tx\tcpu\td\t5 M tokens\t42\t5.0\t\t\t\n")
+    for words, status, then in ((discard, "discard", first), (keep, "keep", last)):
+        assert night.run(words) == f"{status} {last['commit']}; the next experiment starts from {then['commit']}\n"
+        assert night.rows() == [first, last | {"status": status, "by": "person"}]
+    assert night.run("python -m night reference --tokens 9") == f"{last['commit']}\n", "that of five-minute runs"
+    (night.folder / "results.tsv").write_text(HEADER + OLD.replace("300 s", "5 M tokens"))
     assert "night: this is HEAD, as results.tsv has no row on cpu, " in night.run("python -m night reference")
 
 
@@ -388,9 +370,9 @@ def history(monkeypatch, tmp_path):
     def log(*lines: str) -> None:
         for line in lines:
             commit, val_bpb, status, *place = line.split("|")
-            row = dict(zip(("gpu", "dataset", "budget"), place, strict=False), commit=7 * commit, description="x")
+            row = dict(zip(("gpu", "dataset", "budget"), place, strict=False), description="x")
+            row |= dict(commit=7 * commit[0] + commit[1:], to_beat=math.inf if status == "keep" else 0.0)
             row |= dict(memory_gb=1.0, reason="killed" * (status == "crash"), report=status == "report")
-            row |= dict(to_beat=math.inf if status == "keep" else 0.0)
             harness.log_result(val_bpb=float(val_bpb), **row)
 
     return log
@@ -407,6 +389,7 @@ def history(monkeypatch, tmp_path):
         (["a|1.3|keep|A|d", "b|1.2|keep|A|d|60 s"], "a", "b"),
         (["b|1.2|report|A|d", "a|1.3|discard|A|d"], "a", "a"),
         (["a|1.3|keep|A|d", "e|1.2|keep|A|d"], "a", "a"),  # of another branch
+        (["a|1.3|keep|A|d", "b|1.35|discard|A|d", "b+|1.2|keep|A|d"], "a", "a"),  # of uncommitted files
     ],
 )
 def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history, log, commit, of_60_s):
@@ -417,13 +400,6 @@ def test_the_commit_to_go_back_to_is_the_last_kept_one_of_the_same_kind(history,
     harness.log_result(val_bpb=1.1, memory_gb=1.0, gpu="A", budget="60 s", dataset="d", commit=7 * "c", description="x")
     assert reference(Kind("A", "300 s", "d")) == 7 * commit
     assert reference(Kind("A", "60 s", "d")) == "ccccccc"
-
-
-def test_a_row_of_uncommitted_files_does_not_make_its_commit_the_reference(history):
-    history("a|1.3|keep|A|d", "b|1.35|discard|A|d")
-    row = dict(memory_gb=1.0, gpu="A", dataset="d", commit="bbbbbbb+", description="x")
-    assert harness.log_result(val_bpb=1.2, **row) == "keep"
-    assert reference(Kind("A", "300 s", "d")) == 7 * "a"
 
 
 def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing_else(history, capsys):
@@ -498,7 +474,6 @@ def test_an_earlier_commit_that_runs_again_with_another_seed_does_not_become_the
     [
         ("run", 600, "300 s"),
         ("run --seconds 400", 700, "400 s"),
-        ("run --seconds 60 --gpu T4", 600, "60 s"),
         ("wave --tokens 5000000 --per-gpu 3", 1800, "5 M tokens"),
         ("report --limit 7", 7, "300 s"),
     ],
@@ -576,9 +551,8 @@ def test_options_in_the_documents_exist():
     known = {name: set(re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', text)) for name, text in sources.items()}
     known["night"] |= known["train"]  # run passes them on
     for document in ("README.md", "program.md", "docs/waves.md", "docs/loop.md", "docs/tune.md", "colab.ipynb"):
-        text = re.sub(
-            r"""\$\(.*\)|--\w+ (['\"]).*?\1""", "", (ROOT / document).read_text("utf-8")
-        )  # other commands within
+        text = (ROOT / document).read_text("utf-8")
+        text = re.sub(r"""\$\(.*\)|--\w+ (['\"]).*?\1""", "", text)  # other commands within
         for script, arguments in re.findall(r"(train|prepare|night)(?:\.py| )([^`|;&>\n]*)", text):
             if script in known:
                 assert set(re.findall(r"--[a-z-]+", arguments)) <= known[script], (document, script, arguments)
@@ -594,15 +568,17 @@ def drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
     monkeypatch.setattr("night.plot.in_history", lambda rows: [])  # none of their commits is in this repository
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **how: figures.append(figure))
 
     def draw(*rows: tuple, draw=plot) -> list:
         for commit, seed, val_bpb, *more in rows:
             row = dict(memory_gb=1.0, gpu="g", dataset="d", budget="60 s", description="idea [2]")
             row |= dict(commit=commit, seed=seed, reason="killed" * (not val_bpb))
             harness.log_result(val_bpb=val_bpb, **row | dict(*more))
+        figures.clear()
         draw()
+        save(figures[0], tmp_path / "progress.png")
         assert figures[0].get_facecolor() == (1, 1, 1, 1)  # on a dark page, too
         return [chart for figure in figures for chart in figure.axes]
 
@@ -637,7 +613,7 @@ def test_the_picture_begins_with_the_baseline_not_with_an_idea_that_ended_before
     assert chart.get_title("left").endswith("\nval_bpb 1.3000 to 1.2900") and chart.get_ylim()[1] < 1.4
     log = harness.RESULTS.read_text()
     harness.RESULTS.write_text(log.replace("c\t1.290000\t1.0\tkeep", "c\t1.290000\t1.0\tdiscard"))
-    assert drawn()[-1].get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
+    assert drawn()[0].get_title("left").endswith("\nval_bpb 1.3000"), "somebody overruled that"
 
 
 def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
@@ -645,37 +621,34 @@ def test_in_the_picture_a_later_row_of_a_run_stands_for_its_crash(drawn):
     assert labels(chart) == ["1 discard", "2 keep", "1 crash", "best +- 2 s.d. of a seed"]
 
 
-@pytest.mark.parametrize("rows", ["", "a\t0.000000\t0.0\tcrash\tx\tcpu\td\t300 s\t42\t0.0\t\tkilled\trun\n"])
-def test_a_picture_of_nothing_is_an_error_that_names_the_remedy(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    harness.RESULTS.write_text(HEADER + rows)
-    with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
-        plot()
+def test_a_picture_of_nothing_or_without_matplotlib_is_an_error_that_names_the_remedy(drawn, monkeypatch):
+    for rows in ((), (("a", 42, 0.0),)):
+        with pytest.raises(prepare.PrepareError, match=r"run `python train\.py`"):
+            drawn(*rows)
+    harness.RESULTS.write_text(HEADER + OLD)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["night", "plot"])
+    with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
+        main()
+
+
+@pytest.mark.filterwarnings("error", "ignore:Glyph")
+def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(drawn, tmp_path):
+    for seed in (42, 43):
+        (chart,) = drawn(("a", seed, 1.2, dict(to_beat=0.0, description="你好 $x")))
+        assert labels(chart)[:2] == [f"{seed - 41} discard", "0 keep"]
+    assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_chart_of_readme_is_of_the_log_in_the_repository_for_light_and_dark_pages(drawn):
     light, dark = drawn(draw=lambda: night_chart.main(ROOT / "docs"))
-    assert max(dark.get_facecolor()[:3]) < 0.1 and labels(light) == labels(dark)
+    assert max(dark.figure.get_facecolor()[:3]) < 0.1 and labels(light) == labels(dark)
     assert light.get_title("left").endswith("val_bpb 1.2070 to 1.1945")
 
 
-@pytest.mark.filterwarnings("error", "ignore:Glyph")
-@pytest.mark.parametrize(("scores", "to_beat"), [((1.2,), None), ((1.2,), 0.0), ((1.2, 1.1), 0.0), ((1.2, 1.3), None)])
-def test_the_first_rows_make_a_picture_already_also_if_none_is_kept(tmp_path, monkeypatch, capsys, scores, to_beat):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results.tsv")
-    monkeypatch.setattr("night.plot.in_history", lambda rows: [])
-    for seed, score in enumerate(scores):
-        row = dict(val_bpb=score, memory_gb=1.0, gpu="g", dataset="d", commit="1", description="你好 $x", seed=seed)
-        harness.log_result(**row, to_beat=to_beat)
-        harness.log_result(**row, report=True)
-    plot()
-    assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{tmp_path / 'progress.png'}\n"
-
-
 def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_repeated_runs(drawn):
-    """Neither a seed that was repeated nor what ran on top of a commit is one more seed of it. The best, its gain and
-    the title are those of one seed, the most frequent: another one that was lucky is no progress."""
+    """Neither a seed that was repeated nor what ran on top of a commit is one more seed of it. The best and the title
+    are those of the most frequent seed: another one that was lucky is no progress."""
     report = dict(report=True)
     rows = [("abc", 42, 1.3), ("abc", 42, 1.3), ("abc+", 42, 1.25), ("abc+", 1, 1.29), ("abc", 1, 1.2)]
     for commit, scores in {"abc": (1.30, 1.32), "def": (1.10, 1.14, 1.18), "one": (1.0,)}.items():
@@ -687,11 +660,3 @@ def test_the_band_around_the_best_is_two_standard_deviations_of_a_seed_by_all_re
     (band,) = [patch.get_bbox() for patch in chart.patches]
     assert (band.y0, band.y1) == pytest.approx((1.25 - 2 * noise, 1.25 + 2 * noise))
     assert chart.get_title("left") == "g, 60 s, d\nval_bpb 1.3000 to 1.2500"
-
-
-def test_without_matplotlib_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(sys, "argv", ["night", "plot"])
-    monkeypatch.setattr(harness, "RESULTS", ROOT / "tests" / "night" / "results.tsv")
-    with pytest.raises(prepare.PrepareError, match=r"pip install -e '\.\[plot\]'"):
-        main()
