@@ -890,7 +890,7 @@ SECTIONS = [
         ("{errors[-1]} line", "{errors[0]} line"),
         ("if code == 1 and lines and errors:", "if lines and errors:"),
     ]),
-    ("The commit to go back to", "night", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
+    ("The commit to go back to", "night", ["test_night.py", "-k", "go_back or overrul"], [
         ("or rows[:1])[-1]", "or rows[:1])[0]"),
         ("or rows[:1])[-1]", "or rows)[-1]"),
     ]),
@@ -1067,13 +1067,15 @@ SECTIONS = [
     ("The script agent", "tests/bench/script_agent.py", ["test_script_agent.py"], [
         ("what not in prompt and source.count(old) == 1", "source.count(old) == 1"),
     ]),
-    ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or with_a_reason"], [
+    ("The loop", "night/run.py", ["test_loop.py", "-k", "killed or cut_off"], [
         ("    end_children()\n    reader.join(", "    reader.join("),
         ("    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited by fork\n", ""),
         ("    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)\n", ""),
+        ("signal.setitimer(signal.ITIMER_REAL, limit)", "pass"),
+    ]),
+    ("A long log", "night/run.py", ["test_memory.py", "-k", "long_log"], [
         ("text[: max(0, LOG_BYTES - size)]", "text"),
         ("if size > LOG_BYTES else", "if False else"),
-        ("signal.setitimer(signal.ITIMER_REAL, limit)", "pass"),
     ]),
     ("The report", "night/wave.py", ["test_report.py", "-k", "interrupted or without_a_test"], [
         (' and (not self.kind.report or row["test_bpb"])', ''),
@@ -1268,7 +1270,7 @@ SECTIONS = [
         ("if blob == own}", "}"),
         ("] for row in rows) and not good(rows, base):", "] for row in []):"),
     ]),
-    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted"], [
+    ("The commit to go back to", "night/rows.py", ["test_night.py", "-k", "go_back or overrul"], [
         ('and (row["status"] == "report") == self.report', ''),
         ('place(row) == self[:3]', 'place(row)[::2] == self[:3:2]'),
         ('place(row) == self[:3]', 'place(row)[:2] == self[:2]'),
@@ -1290,7 +1292,7 @@ SECTIONS = [
     ("A number with a comma", "harness/columns.py", ["test_harness.py", "-k", "spreadsheet"], [
         ('.replace(",", ".")', ""),
     ]),
-    ("The statuses", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or uncommitted or word"], [
+    ("The statuses", "night/rows.py", ["test_night.py", "-k", "go_back or overrul or word"], [
         ('found[-1:] if status == "keep" else found', 'found[-1:]'),
         ('found[-1:] if status == "keep" else', 'found[:1] if status == "keep" else'),
         ('rows = list(filter(kind.holds, log))', 'rows = list(log)'),

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
@@ -84,33 +83,25 @@ def daemon():
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
 
-if word not in ("odd", "banner"):
+if word != "banner":
     pathlib.Path("IDEA").write_text(f"\n{word} {n}\nnext\n")
 if word in ("A", "elsewhere", "hang", "banner", "killed", "stopped"):
     edit("A", -1)
 elif word in ("B", "crlf"):
     edit("B", -1)
-elif word in ("worse", "loud", "hostile"):
-    edit("A", 1)
 if word == "elsewhere":
     pathlib.Path("prepare.py").write_text("COLUMNS = []")
 elif word == "hang":
     daemon()
     time.sleep(99)
-elif word == "loud":
-    print("x" * 5 * 10**7)
 elif word == "hostile":
     daemon()
     os.system("git commit -qam mine; git reset -q --hard HEAD~1; rm -rf .git ../results.tsv ../../results.tsv")
     edit("A", 2)
 elif word == "same":
-    train.write_text(text.replace("\n", "  \n") + "\n\n")
-elif word == "comment":
-    train.write_text("'A docstring.'\n" + text.replace("#", "# a remark"))
+    train.write_text("'A docstring.'\n" + text.replace("#", "#  a remark") + "\n\n")
 elif word == "fail":
     sys.exit("Warning: True color is not detected\nError: 401 Unauthorized\n")
-elif word == "pretends":
-    print("Thinking ...\nError: 429 RESOURCE_EXHAUSTED")
 elif word == "banner":
     print("OpenAI Codex v0.169.0\n--------")
 elif word == "crlf":
@@ -121,11 +112,11 @@ elif word == "stopped":
     sys.exit("Error: 529 Overloaded")
 elif word == "endless":
     train.write_text(text + "# nothing runs\n")
-elif word == "typo":
-    train.write_text(text.replace("A = ", f"A = = {n}"))
 elif word == "odd":
     pathlib.Path("IDEA").write_text("\n\t``` <b>wider\tMLP</b>: \"4\" -> '5'" + "y" * 10_000)
     edit("B", 1)
+elif word == "typo":
+    train.write_text(text.replace("A = ", f"A = = {n}"))
 """
 
 
@@ -200,14 +191,14 @@ def played(tmp_path, monkeypatch):
     return Played(tmp_path / "clone", monkeypatch)
 
 
-def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its_own(played, capfd):
-    """One prints a banner and no IDEA, one writes other line ends, one exits with 0 after an error."""
-    played.night("banner,crlf,pretends", args=["--runs=2"], real=True)
+def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its_own(played):
+    """One prints a banner and writes no IDEA, one writes other line ends, one changes nothing."""
+    played.night("banner,crlf,nothing", args=["--runs=2"], real=True)
     assert played.tried()[:2] == [("A = 29.0", "keep"), ("crlf 1", "keep")]
     assert (proposals.folder(2) / "train.diff").read_text().count("\n-B") == 1
     assert played.shell("git diff --stat night~2 night | tail -n1").endswith("2 insertions(+), 2 deletions(-)")
-    played.night("pretends", args=["--hours=0.2"], real=True)
-    assert "train.py is unchanged: Error: 429 RESOURCE_EXHAUSTED" in capfd.readouterr().out
+    played.night("nothing", args=["--hours=0.2"], real=True)
+    assert "failed: train.py is unchanged" in played.verdicts()
 
 
 def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_of_them(played):
@@ -264,16 +255,19 @@ def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
 
 def test_what_breaks_a_rule_or_was_tried_is_refused(played):
     """A change of comments, docstrings and layout is none."""
-    played.night("A,elsewhere,same,comment,endless,B", args=["--runs=2"], real=True)
-    first, *refused, _ = played.verdicts()
-    known = f"refused: the same train.py as {first[-7:]}, but for comments and whitespace"
-    elsewhere, endless = "refused: it changes prepare.py", "refused: train.py must end with result(total(A, B) + "
-    assert refused == [elsewhere, known, known, f"{endless}(C - 1) / 10)"]
+    played.night("A,elsewhere,same,endless,B", args=["--runs=2"], real=True)
+    first, elsewhere, same, endless, _ = played.verdicts()
+    assert same == f"refused: the same train.py as {first[-7:]}, but for comments and whitespace"
+    assert elsewhere == "refused: it changes prepare.py"
+    assert endless == "refused: train.py must end with result(total(A, B) + (C - 1) / 10)"
 
 
-def test_the_loop_ends_after_ten_crashes_in_a_row(played, capfd):
-    played.night("typo")
+def test_the_loop_ends_after_ten_crashes_in_a_row_with_its_report(played, monkeypatch, capfd):
+    reported = []
+    monkeypatch.setattr(loops, "report", lambda args, pool, kind: reported.append((pool, kind)))
+    played.night("typo", args=["--report"])
     assert "\n10 runs in a row crashed: " in capfd.readouterr().out and len(played.tried()) in (10, 11)
+    assert reported == [(played.pool, played.kind)]
 
 
 def test_of_agents_that_fail_together_one_counts(played):
@@ -380,6 +374,8 @@ def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     assert "```text\nnone\n" in first and "Reference: " in memory and "## Ideas\n" in memory
     assert "- refused: it changes prepare.py" in memory and "exit status" not in memory
     assert "failed: exit status 1: Error: 401 Unauthorized" in played.verdicts()
+    description = dict(played.tried()).keys() & {f"``` <b>wider MLP</b>: '4' -> '5'{68 * 'y'}"}
+    assert description, "in 100 characters, on one line"
     args = parse(["loop", "--agent=true", "--tokens=9000"])
     assert "no improvement.\n\n8.0 hours" in agents.prompt(args, played.kind, [], 8.0, [], [])
 
@@ -556,11 +552,11 @@ def test_of_a_merge_that_was_tried_all_gains_are_decided(waiting):
         waiting.restart()
 
 
-def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
-    at_once, now = ([simulate(14, 150, 0.0003, rule, seed) for seed in range(30)] for rule in (True, False))
-    gains, again, late = (np.mean(now, 0) - np.mean(at_once, 0)).tolist()
-    assert gains > 0.005 and again < -30 and late < -8
-    assert simulate(1, 100, 0.001, False, 1) == simulate(1, 100, 0.001, True, 1)
+def test_in_a_simulated_night_of_many_slots_it_pays_that_the_largest_gain_comes_first():
+    (gain, again, late), (gain_at_once, again_at_once, late_at_once) = (
+        simulate(14, 150, 0.0003, at_once, 1) for at_once in (False, True)
+    )
+    assert gain > gain_at_once and again < again_at_once / 2 and late < late_at_once
 
 
 # -------------------------------------------------------------------------------------- parts of the loop, and restarts
@@ -708,12 +704,6 @@ def test_agents_take_turns_and_what_a_person_has_begun_stays(played, capfd):
 # --------------------------------------------------------------------------------------- whole nights by `night loop`
 APART = "\n    #" * 4  # far enough for git to merge changes of both knobs
 BODY = f"A = 30{APART}\n    B = 30{APART}\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
-EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
-# By the word of their agent, how proposals end
-ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
-ENDS |= dict(elsewhere="refused: it changes prepare.py", hang="failed: cut off after 12 s")
-ENDS |= dict(fail="failed: exit status 1: Error: 401 Unauthorized", endless="refused: train.py must end with raise")
-ENDS |= dict(same=r"refused: the same train.py as \w{7}, but for comments and whitespace")
 
 
 class Loop(Clone):
@@ -756,32 +746,21 @@ def loop(prepared, tmp_path):
 @pytest.mark.timeout(1200)
 def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop):
     """Nothing is lost, doubled or left running, and the clone is as a night leaves it. The base packages suffice."""
+    words = "A,elsewhere,B,hang,hostile,same,fail,odd,typo,endless"
     for name in ("ray", "scipy", "optuna", "matplotlib", "rich"):
         loop.folder.with_name("bin").joinpath(f"{name}.py").write_text("raise ImportError('not installed')")
-    for rows in (10, 20, 30):
-        night = loop.loop(EVERY, "--runs=999")
+    for rows in (10, 20):
+        night = loop.loop(words, "--runs=999")
         loop.wait(night, lambda rows=rows: len(loop.rows()) >= rows)
         night.kill()
         assert loop.all_gone()
-    output = loop.finish(loop.loop(EVERY, "--runs=40"))
+    output = loop.finish(loop.loop(words, "--runs=25"))
     assert loop.all_gone(0)
     verdicts = loop.verdicts()
-    failed = sum(verdict.startswith("failed") and verdict != proposals.ENDED for verdict in verdicts.values())
-    (trained,) = re.findall(rf"^(\d+) runs: proposals so far: .*\b{failed} failed", output, re.M)
-    assert 40 <= int(trained) == len(loop.rows()) - 1
-
-    folder = loop.folder / "runs" / "proposals"
-    found = {row["commit"]: row["description"] for row in loop.rows()}
-    for number, verdict in verdicts.items():
-        word = found.get(verdict[-7:], "").split(" ")[0]
-        if word in ENDS:
-            assert re.match(ENDS[word], verdict)
-        elif (folder / str(number) / "prompt.md").exists() and "the loop ended" not in verdict:
-            assert word == "```" or any(re.fullmatch(end, verdict) for end in ENDS.values()), (number, word, verdict)
-    assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
-    (odd,) = {text for text in found.values() if "wider" in text} or [""]
-    assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
-    assert 2**20 < max(path.stat().st_size for path in folder.glob("*/agent.log")) < 1.1e6
+    ends = {re.match(r"\w+", verdict)[0] for verdict in verdicts.values()}
+    assert ends == {"keep", "discard", "crash", "refused", "failed"}
+    (trained,) = re.findall(r"^(\d+) runs: proposals so far: ", output, re.M)
+    assert 25 <= int(trained) == len(loop.rows()) - 1
 
     assert loop.run("git status --porcelain") == "" and loop.run("git diff impatient --name-only") == "train.py\n"
     best = loop.run("python -m night reference --tokens 1500000").strip()
@@ -789,7 +768,7 @@ def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(lo
     kept = {row["commit"]: row["val_bpb"] for row in loop.rows() if row["status"] == "keep"}
     assert kept[best] == min(kept.values())
     log = (loop.folder / "results.tsv").read_bytes()
-    loop.finish(loop.loop(EVERY, "--runs=40"))
+    loop.finish(loop.loop(words, "--runs=25"))
     assert (loop.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
 
 
@@ -799,7 +778,7 @@ def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
         night = loop.loop("hang", "--agent-limit=99")
         loop.wait(night, lambda: len(prepare.read(loop.calls)) == 2)  # as many as are asked at a time
         night.send_signal(end)
-        output = night.communicate(timeout=120)[0]
+        output = night.communicate(timeout=60)[0]  # its agents have this pipe, too
         assert night.returncode == code and loop.all_gone()
         ended = "\nended early: proposals so far: none.\n"
         assert (ended in output) == (end == signal.SIGINT), "agents that were cut off have not failed"

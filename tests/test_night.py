@@ -135,7 +135,7 @@ class Night:
     def experiment(self, description: str, body: str) -> str:
         """Once through the loop; returns the status."""
         self.edit(description, body)
-        self.run(RUN)
+        self.train()
         return self.decide()
 
     def begin(self, word: str) -> subprocess.Popen:
@@ -145,6 +145,9 @@ class Night:
         while not self.log.exists() or word not in self.log.read_text():
             time.sleep(0.01)
         return loop
+
+    def train(self) -> None:
+        self.run(RUN)
 
     def edit(self, description: str, body: str) -> None:
         (self.folder / "train.py").write_text(STUB.replace("BODY", body), "utf-8")
@@ -185,7 +188,7 @@ def test_a_log_that_cannot_grow_and_what_a_hook_tells_git_cost_a_run_nothing(nig
 
 
 def test_three_keeps_two_discards_a_crash_a_syntax_error_and_an_interrupt(night):
-    night.run(RUN)
+    night.train()
     assert night.decide() == "keep"
     assert night.experiment("wider", "val_bpb = 1.2") == "keep"
     assert night.experiment("deeper", "val_bpb = 1.25") == "discard"
@@ -241,7 +244,7 @@ def test_an_error_while_train_py_is_imported_is_named_with_its_line(night):
     for line in reasons:
         (night.folder / "train.py").write_text(f"{line}\n{STUB}")
         night.run("git commit -qam idea")
-        night.run(RUN)
+        night.train()
     assert [told(row) for row in night.rows()] == [f"idea [{reason}]" for reason in reasons.values()]
 
 
@@ -309,7 +312,7 @@ def test_exit_status_options_and_output_are_those_of_train_py_and_a_budget_set_b
 
 
 def test_rows_survive_what_a_careless_agent_does_to_the_clone(night):
-    night.run(RUN)
+    night.train()
     before = night.rows()
     night.run("git commit -qam all; git add -A; git stash; git checkout -q .; git checkout -q main; git reset --hard")
     assert night.rows() == before and len(before) == 1
@@ -329,7 +332,7 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
     night.experiment("alone", "del os.environ['AUTORESEARCH_RUN']; val_bpb = 1.15")
     night.edit("c", "val_bpb = 1.1")
     (night.folder / "train.py").write_text(STUB.replace("BODY", "val_bpb = 1.1 + 0.01"), "utf-8")
-    night.run(RUN)
+    night.train()
     expected = ["a [exit status 3]", "b", "alone", "c (uncommitted: train.py)"]
     assert [told(row) for row in night.rows()] == expected
     assert [row["commit"][7:] for row in night.rows()] == ["", "", "", "+"]
@@ -339,9 +342,9 @@ def test_a_row_is_of_what_began_whatever_changes_during_the_run(night, tmp_path)
 
 
 def test_the_documents_commands_overrule_a_status_and_name_the_reference(night):
-    night.run(RUN)
+    night.train()
     night.edit("half the lines", "val_bpb = 1.30")
-    night.run(RUN)
+    night.train()
     first, last = night.rows()
     keep, discard = re.findall(r"`(python -m night keep .*?)`", PROGRAM)
     for words, status, then in ((discard, "discard", first), (keep, "keep", last)):
@@ -537,7 +540,7 @@ def test_set_up_begins_an_empty_log_and_needs_no_git_identity_and_noise_rows_are
     night.run("cp results.tsv.before-mar5 results.tsv; git config user.useConfigOnly true")
     night.run(command("## Set-up").replace("mar5", "mar6"))
     assert night.run("git log -1 --format='%an %s %D'") == "autoresearch baseline HEAD -> autoresearch/mar6\n"
-    night.run(RUN)
+    night.train()
     night.run(command("## Noise") + "wait")
     assert [told(row) for row in night.rows()] == ["baseline", "baseline, seed 1"]
     night.run("touch wave.log report.log")
