@@ -995,7 +995,7 @@ SECTIONS = [
         ("if not crashed(row) and (row", "if (row"),
         ("low, _, high = sorted([knob.low, found[knob.name], knob.high])", "low, high = knob.low, knob.high"),
     ]),
-    ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
+    ("The loop", "night/loop.py", ["test_loop.py", "-k", "not (loop_that or each_proposal)"], [
         ('if text.startswith("refused")]', "]"),
         ('if name != "train.py"]', 'if name not in ("train.py", "prepare.py")]'),
         ('ends = "keep", "discard", "crash"', "ends = ()"),
@@ -1014,7 +1014,7 @@ SECTIONS = [
         ("for run in todo if AGAIN in run.description]", "for run in ()]"),
         ("CRASHED = 10", "CRASHED = 20"),
     ]),
-    ("The loop", "night/loop.py", ["test_loop.py", "-k", "mended or report or stopped"], [
+    ("The loop", "night/loop.py", ["test_loop.py", "-k", "prompt"], [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
     ]),
     ("Proposals", "night/loop.py", ["test_loop.py", "-k", "stopped"], [
@@ -1034,7 +1034,7 @@ SECTIONS = [
         ("or 99))[:MEMORY]", "or 99))"),
         ("{cost if args.tokens else", "{cost if not args.tokens else"),
     ]),
-    ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "not (loop_that or each_proposal or mended or report)"], [
+    ("Proposals", "night/proposals.py", ["test_loop.py", "-k", "not (loop_that or each_proposal)"], [
         ("if n.isdecimal()}", "}"),
         ("attributesFile = /dev/null\n", ""),
         (r"|program\.md|", "|"),
