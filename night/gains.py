@@ -16,7 +16,6 @@ class Gain(NamedTuple):
     commit: str
     base: str
     subject: str
-    bpb: float
     size: float
 
 
@@ -52,7 +51,7 @@ class Gains:
         note(n, f"{'waits' if waits else row['status']}: {row['commit']}")
         if waits:
             size = self.score(base) - row["val_bpb"]
-            self.waiting[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
+            self.waiting[n] = Gain(n, row["commit"], base, row["description"], size)
 
     def advance(self, over: bool) -> None:
         """Makes gains the reference, or has them trained again on top of it: see `next_step`."""
@@ -64,7 +63,7 @@ class Gains:
             if not (gains := next_step(now, self.waiting.values(), over)):
                 break
             first, (text, merged) = gains[0], merge(read_train(now), gains)
-            if first.base == now or (first not in merged and first.bpb < self.score(now)):
+            if first.base == now or (first not in merged and self.score(first.commit) < self.score(now)):
                 self.keep(first)
             elif first in merged:
                 n = new_proposal(self.branch)
