@@ -130,20 +130,16 @@ class Played(Scratch):
         self.monkeypatch, self.start, self.time = monkeypatch, agents.start, 0.0
         self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
         self.agent.write_text(AGENT)
-        played = self
+        turn = loops.Loop.turn
 
-        class Watched(loops.Loop):
-            def __init__(self, *args):
-                super().__init__(*args)
-                played.now = self
+        def watched(night: loops.Loop) -> bool:
+            self.now = night
+            return turn(night)
 
-        for name, value in (
-            ("Loop", Watched),
-            ("monotonic", lambda: self.time),
-            ("sleep", self.sleep),
-            ("start_pool", lambda args: (self.pool, self.kind)),
-        ):
-            monkeypatch.setattr(loops, name, value)
+        monkeypatch.setattr(loops.Loop, "turn", watched)
+        monkeypatch.setattr(loops, "monotonic", lambda: self.time)
+        monkeypatch.setattr(loops, "sleep", self.sleep)
+        monkeypatch.setattr(loops, "start_pool", lambda args: (self.pool, self.kind))
         monkeypatch.setenv("KEY", KEY)
 
     def sleep(self, seconds: float) -> None:
@@ -160,10 +156,9 @@ class Played(Scratch):
         n, words, train = proposals.new_proposal(branch), command.split()[2].split(","), loops.read_train(base)
         word, scratch = words[(n - 1) % len(words)], tempfile.TemporaryDirectory()
         edits = dict(A=("A = ", "A = -1 + "), B=("B = ", "B = -1 + "), typo=("A =", f"A = = {n}"))
-        old, new = edits.get(word, ("A = ", f"A = {n} + "))
-        work = Path(scratch.name)
+        edits["worse"], work = ("A = ", f"A = {n} + "), Path(scratch.name)
         (work / "IDEA").write_text(f"{word} {n - 1}")
-        (work / "train.py").write_bytes(train.replace(old.encode(), new.encode()))
+        (work / "train.py").write_text(train.decode().replace(*edits[word]))
         ended = SimpleNamespace(poll=lambda: 0, returncode=0, terminate=str, wait=str)
         return agents.Agent(n, now, name, base, scratch, work, {"train.py": train}, ended)
 
@@ -635,7 +630,13 @@ def test_a_clone_may_be_a_folder_of_another_repository(played, monkeypatch):
 
 def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd):
     puppet = played.puppet
-    played.puppet = lambda *args: (puppet(*args), shutil.rmtree(played.folder / "runs", ignore_errors=True))[0]
+
+    def tidy(*args):
+        agent = puppet(*args)
+        shutil.rmtree(played.folder / "runs")
+        return agent
+
+    played.puppet = tidy
     played.night("A", args=["--runs=3"])
     assert [status for _, status in played.tried()] == 3 * ["keep"] and "trouble" not in capfd.readouterr().out
 
