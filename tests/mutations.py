@@ -1241,7 +1241,7 @@ SECTIONS = [
         ('if path.exists() and repair(', 'if repair('),
         ('        with suppress(OSError, ValueError), edit_log(path):\n            pass\n', '        pass\n'),
     ]),
-    ("A person's word", "harness/log.py", ["test_night.py", "-k", "takes_over"], [
+    ("A person's word", "harness/log.py", ["test_night.py", "-k", "word"], [
         ('verdicts[-1:] == ["discard"]', 'False'),
         ('verdicts[-1:] == ["discard"]', '"discard" in verdicts'),
         ('and other["by"] == "person"]', ']'),

@@ -421,35 +421,24 @@ def test_keep_and_discard_overrule_the_rows_of_a_commit_of_this_kind_and_nothing
         changed("f", False)
 
 
-def test_nothing_overrules_a_persons_word(history):
-    history("a|1.3|keep|A|d", "b|1.2|discard|A|d", "c|1.25|keep|A|d", "a|1.3|discard|A|d")
-    kind = Kind("A", "300 s", "d")
-    assert night_rows.set_status(7 * "b", kind, "discard", by="person")
-    assert night_rows.set_status(7 * "c", kind, "keep", by="person")
-    before = harness.read_results()
-    assert [(row["status"], row["by"]) for row in before[1:3]] == [("discard", "person"), ("keep", "person")]
-    night_rows.set_status(7 * "b", kind, "keep"), night_rows.set_status(7 * "c", kind, "discard")
-    night_rows.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
-    with harness.edit_log() as rows:
-        night_rows.change_status(rows, "discard")
-    assert harness.read_results()[1:3] == before[1:3]
-    assert night_rows.set_status(7 * "c", kind, "discard", by="person"), "but a person's next one"
-    assert [(row["status"], row["by"]) for row in harness.read_results()[1:3]] == [("discard", "person")] * 2
-
-
-def test_a_new_row_of_a_commit_takes_over_a_persons_discard_and_leaves_a_persons_keep(history):
-    history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d")
+def test_a_persons_word_stands_until_the_next_one_and_a_discard_also_for_new_rows_of_its_commit(history):
+    history("a|1.3|keep|A|d", "b|1.2|keep|A|d", "c|1.4|discard|A|d", "a|1.3|discard|A|d")
     kind = Kind("A", "300 s", "d")
     assert night_rows.set_status(7 * "b", kind, "discard", by="person")
     assert night_rows.set_status(7 * "c", kind, "keep", by="person")
     history("b|1.1|keep|A|d", "c|1.41|discard|A|d", "b|1.1|keep|B|d", "b|0|crash|A|d", "b|1.1|report|A|d")
-    said = [f"{row['status']} by {row['by']}" for row in harness.read_results()[3:]]
-    assert said == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
+    said = [f"{row['status']} by {row['by']}" for row in harness.read_results()]
+    assert said[1:3] == ["discard by person", "keep by person"]
+    assert said[4:] == ["discard by person", "discard by night", "keep by night", "crash by night", "report by night"]
+    persons = [row for row in harness.read_results() if row["by"] == "person"]
+    night_rows.set_status(7 * "b", kind, "keep"), night_rows.set_status(7 * "c", kind, "discard")
     night_rows.judge({(7 * "a", 42), (7 * "b", 42)}, 7 * "a", kind)
     assert reference(kind) == 7 * "c"
+    with harness.edit_log() as rows:
+        night_rows.change_status(rows, "discard")
+    assert [row for row in harness.read_results() if row["by"] == "person"] == persons
     assert night_rows.set_status(7 * "b", kind, "keep", by="person"), "a person may think again"
-    history("b|1.05|keep|A|d")
-    history("d|1.4|discard|A|d", "d|1.1|keep|A|d")
+    history("b|1.05|keep|A|d", "d|1.4|discard|A|d", "d|1.1|keep|A|d")
     assert [row["status"] for row in harness.read_results()[-3:]] == ["keep", "discard", "keep"], "a run's is no word"
 
 
