@@ -37,7 +37,7 @@ def fence(hidden: Iterable[Path]) -> Callable[[], None]:
     rules = landlock(CREATE_RULESET, attributes, size, 0)
     hidden = {path.resolve() for path in hidden}
     above = {folder for path in hidden for folder in path.parents}
-    for path in (path for folder in above for path in folder.iterdir() if path not in hidden | above):
+    for path in {path for folder in above for path in folder.iterdir()} - hidden - above:
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # it has gone

@@ -1,6 +1,5 @@
 """Gains that wait: which becomes the reference next, and which are merged with it and trained again."""
 
-import subprocess
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ class Gain(NamedTuple):
     commit: str
     base: str
     subject: str
-    bpb: float
     size: float
 
 
@@ -29,12 +27,11 @@ def next_step(reference: str, gains: Iterable[Gain], over: bool) -> list[Gain]:
     return gains if over and gains and gains[0].base != reference else gains[:1]
 
 
-def merge(text: bytes, gains: list[Gain], read: Callable) -> tuple[bytes, list[Gain]]:
-    """The text with the changes of all gains that neither conflict with what it has by then nor break it; and these
-    gains. read(commit): its train.py."""
+def merge(text: bytes, gains: list[Gain]) -> tuple[bytes, list[Gain]]:
+    """The text with the changes of all gains that neither conflict with those before nor break it; and these gains."""
     merged = []
     for gain in gains:
-        both = revert(text, read(gain.commit), read(gain.base))  # None: they conflict
+        both = revert(text, read_train(gain.commit), read_train(gain.base))  # None: they conflict
         if both is not None and compiled(both):
             text, merged = both, [*merged, gain]
     return text, merged
@@ -46,7 +43,7 @@ class Gains:
     def __init__(self, kind: Kind, branch: str, propose: Callable, runs: Callable):
         """propose(n, base, text, subject): has a merge trained, unless it has been tried. runs(): those not ended."""
         self.kind, self.branch, self.propose, self.runs = kind, branch, propose, runs
-        self.gains: dict[int, Gain] = {}  # those that wait, by number
+        self.waiting: dict[int, Gain] = {}  # by number
 
     def settle(self, n: int, base: str, row: dict) -> None:
         """Notes what has come of a proposal; a gain waits."""
@@ -54,40 +51,32 @@ class Gains:
         note(n, f"{'waits' if waits else row['status']}: {row['commit']}")
         if waits:
             size = self.score(base) - row["val_bpb"]
-            self.gains[n] = Gain(n, row["commit"], base, row["description"], row["val_bpb"], size)
+            self.waiting[n] = Gain(n, row["commit"], base, row["description"], size)
 
     def advance(self, over: bool) -> None:
         """Makes gains the reference, or has them trained again on top of it: see `next_step`."""
-        while self.gains and not any(AGAIN in run.description for run in self.runs()):
+        while self.waiting and not any(AGAIN in run.description for run in self.runs()):
             kept = {row["commit"] for row in self.kind.rows() if row["status"] == "keep"}
-            for gain in [gain for gain in self.gains.values() if gain.commit not in kept]:  # by a person
+            for gain in [gain for gain in self.waiting.values() if gain.commit not in kept]:  # by a person
                 self.decide(gain, "discard")
             now = reference(self.kind)
-            if not (gains := next_step(now, self.gains.values(), over)):
+            if not (gains := next_step(now, self.waiting.values(), over)):
                 break
-            if gains[0].base == now:
-                self.keep(gains[0])
+            first, (text, merged) = gains[0], merge(read_train(now), gains)
+            if first.base == now or (first not in merged and self.score(first.commit) < self.score(now)):
+                self.keep(first)
+            elif first in merged:
+                n = new_proposal(self.branch)
+                idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
+                self.propose(n, now, text, f"{idea}{AGAIN}{now}")
+                for gain in merged:
+                    self.decide(gain, f"keep, and again on {now} as proposal {n}")
             else:
-                self.train_again(now, gains)
-
-    def train_again(self, now: str, gains: list[Gain]) -> None:
-        """Has gains over older references trained on top of the present one, `now`. If the first one conflicts with it,
-        the better of the two is the reference."""
-        first, (text, merged) = gains[0], merge(read_train(now), gains, read_train)
-        if first in merged:
-            n = new_proposal(self.branch)
-            idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
-            self.propose(n, now, text, f"{idea}{AGAIN}{now}")
-            for gain in merged:
-                self.decide(gain, f"keep, and again on {now} as proposal {n}")
-        elif first.bpb < self.score(now):
-            self.keep(first)
-        else:
-            self.decide(first, f"keep, but it conflicts with {now}, which is better")
+                self.decide(first, f"keep, but it conflicts with {now}, which is better")
 
     def decide(self, gain: Gain, verdict: str) -> None:
         note(gain.n, f"{verdict}: {gain.commit}")
-        self.gains.pop(gain.n)
+        self.waiting.pop(gain.n)
 
     def score(self, commit: str) -> float:
         """val_bpb with the seed of all experiments; 0.0 if there is none."""
@@ -99,13 +88,12 @@ class Gains:
         head = git("rev-parse", f"refs/heads/{self.branch}")
         set_status(commit, self.kind, "keep")  # its row may be older than that of the reference
         night = (row["commit"] for row in in_history(self.kind.rows()))  # if git could not write it before
+        stays = "train.py has uncommitted changes"
         if any(not git("diff", "--name-only", revision, "--", "train.py") for revision in ("HEAD", commit, *night)):
-            try:
-                git("checkout", "-q", commit, "--", "train.py")
-            except subprocess.CalledProcessError:  # somebody's git holds the index's lock, say
-                print("git cannot write train.py: the branch moves on, the file stays as it is")
-        else:
-            print("train.py has uncommitted changes: the branch moves on, the file stays as it is")
+            written = harness.run_git("checkout", "-q", commit, "--", "train.py", check=False).returncode == 0
+            stays = "" if written else "git cannot write train.py"  # somebody's git holds the index's lock, say
+        if stays:
+            print(f"{stays}: the branch moves on, the file stays as it is")
         if (shared := git("merge-base", head, commit)) != head:  # somebody has committed: merge, with our train.py
             theirs, *ours = train_blobs([head, shared, now])
             if theirs not in ours:  # or they have renamed it

@@ -1,13 +1,13 @@
 """Git: what night asks it, and commits of other versions of train.py, made without touching the working tree.
 
-What is not meant for people lies under refs/night/, where `git branch` does not look. A ref is only created where there
-is none, and moved only from the commit that it was seen at: so no commit of anybody is ever left without a ref.
+What is not meant for people is under refs/night/, where `git branch` does not look. A ref is only created where there
+is none, and moved only from the commit that it was seen at: so nobody's commit is ever left without a ref.
 """
 
 import tempfile
 import warnings
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import harness
@@ -32,8 +32,7 @@ def branch() -> str:
 def revisions(names: list[str]) -> list[tuple[str, str]]:
     """(7-digit hash, clean subject) of each revision. CalledProcessError if any is unknown."""
     log = git("log", "--no-walk=unsorted", "--format=%H %s", *names, "--")
-    lines = [line.partition(" ") for line in log.split("\n") if line]
-    return [(commit[:7], harness.clean(subject)) for commit, _, subject in lines]
+    return [(line[:7], harness.clean(line.partition(" ")[2])) for line in log.split("\n") if line]
 
 
 def commit_of(revision: str) -> str:
@@ -59,19 +58,17 @@ def in_history(rows: list[dict]) -> list[dict]:
 
 
 def new_commit(parent: str, text: bytes, subject: str, *merged: str) -> str:
-    """Commits `text` as train.py on `parent`, without a ref to it; returns the hash.
-
-    The date is the parent's, so the same text gives the same commit. merged: further parents, for a merge."""
+    """Commits `text` as train.py on `parent` and `merged`, without a ref to it; returns the hash. The date is the
+    parent's, so the same text gives the same commit."""
     date = git("show", "-s", "--format=%cI", parent)
+    blob = git("hash-object", "-w", "--stdin", input=text)
+    path = git("rev-parse", "--show-prefix") + "train.py"  # the clone may be a folder of another repository
     with tempfile.TemporaryDirectory() as folder:
         env = dict(GIT_INDEX_FILE=f"{folder}/index", GIT_AUTHOR_DATE=date, GIT_COMMITTER_DATE=date)
-        beside = partial(git, env=env)
-        blob = beside("hash-object", "-w", "--stdin", input=text)
-        beside("read-tree", parent)
-        path = git("rev-parse", "--show-prefix") + "train.py"  # the clone may be a folder of another repository
-        beside("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}")
+        git("read-tree", parent, env=env)
+        git("update-index", "--add", "--cacheinfo", f"100644,{blob},{path}", env=env)
         parents = [f"-p{one}" for one in (parent, *merged)]
-        return beside("commit-tree", beside("write-tree"), *parents, input=f"{subject}\n".encode())
+        return git("commit-tree", git("write-tree", env=env), *parents, env=env, input=f"{subject}\n".encode())
 
 
 def commit_train(parent: str, text: bytes, subject: str, place: str) -> str:
@@ -93,7 +90,7 @@ def move_branch(name: str, commit: str, before: str) -> None:
 
 
 def archive(commit: str, *paths: str) -> bytes:
-    """A tar of a commit's files, or of some of them."""
+    """A tar of a commit's files, or of these."""
     return git_bytes("-c", "core.autocrlf=false", "--literal-pathspecs", "archive", commit, "--", *paths)
 
 
@@ -101,14 +98,13 @@ def read_train(revision: str) -> bytes:
     return git_bytes("show", f"{revision}:./train.py")
 
 
-@lru_cache(1000)  # an attribution leaves out many sets of changes, most of them alike
+@lru_cache(1000)  # most sets of changes that an attribution leaves out are alike
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
     """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, name) for name in ("text", "after", "before")]
-        for path, content in zip(paths, (text, after, before), strict=True):
-            path.write_bytes(content)
-        merged = harness.run_git("merge-file", "-p", "-q", *map(str, paths), check=False)
+        for name, content in zip("123", (text, after, before), strict=True):
+            Path(folder, name).write_bytes(content)
+        merged = harness.run_git("merge-file", "-p", "-q", *"123", cwd=folder, check=False)
     return merged.stdout if merged.returncode == 0 else None
 
 

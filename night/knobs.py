@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import accumulate
 from typing import NamedTuple
 
 from night.proposals import parse
@@ -19,7 +20,7 @@ class Knob(NamedTuple):
     name: str
     value: float
     text: str
-    place: tuple[int, int, int]  # line, counted from 0; first byte, and the one after the last
+    place: tuple[int, int]  # in train.py: its first byte, and the one after its last
     low: float
     high: float
     log: bool  # whether to search on a log scale; not for fractions
@@ -41,7 +42,7 @@ class Knob(NamedTuple):
 
 
 def read_knobs(source: bytes, names: Collection[str] = ()) -> list[Knob]:
-    """The top-level constants of a train.py, or only `names`.
+    """The top-level constants of a train.py that are positive numbers, or only `names`.
 
     Raises PrepareError for unknown names, without any knob, and if the file does not parse."""
     if not (tree := parse(source)):
@@ -51,8 +52,15 @@ def read_knobs(source: bytes, names: Collection[str] = ()) -> list[Knob]:
         match node:
             case ast.Assign([ast.Name(name)], value):
                 nodes[name] = None if name in nodes else value  # assigned twice: no single number to edit
-    lines = source.splitlines()
-    found = {name: knob for name, node in nodes.items() if node and (knob := make_knob(name, lines, node))}
+    lines, found = [0, *accumulate(map(len, source.splitlines(keepends=True)))], {}
+    for name, node in nodes.items():
+        value = number(node) if node else None
+        if value and 1e-99 < value < 1e99 and node.lineno == node.end_lineno:
+            fraction = value < 1 and not re.search(RATES, name)
+            room = 0.75 * min(value, 1 - value)
+            low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
+            first, end = (lines[node.lineno - 1] + offset for offset in (node.col_offset, node.end_col_offset))
+            found[name] = Knob(name, value, source[first:end].decode(), (first, end), low, high, not fraction)
     if missing := [name for name in names if name not in found]:
         raise PrepareError(f"no knob {', '.join(missing)} in train.py: use some of {', '.join(found)}")
     if not found:
@@ -68,26 +76,12 @@ def number(node: ast.expr) -> float | None:
             return value if type(value) in (int, float) else None
 
 
-def make_knob(name: str, lines: list[bytes], node: ast.expr) -> Knob | None:
-    """A knob, or None unless it is a positive number on one line."""
-    value, line = number(node), lines[node.lineno - 1]
-    if not value or not 1e-99 < value < 1e99 or node.lineno != node.end_lineno:
-        return None
-    fraction = value < 1 and not re.search(RATES, name)
-    room = 0.75 * min(value, 1 - value)
-    low, high = (value - room, value + room) if fraction else (value / 2, value * 2)
-    first, end = node.col_offset, node.end_col_offset
-    text = line[first:end].decode()
-    return Knob(name, value, text, (node.lineno - 1, first, end), low, high, not fraction)
-
-
 def edit(source: bytes, values: dict[Knob, float]) -> bytes:
     """train.py with other numbers."""
-    lines = source.splitlines(keepends=True)
     for knob in sorted(values, key=lambda knob: knob.place, reverse=True):
-        line, start, end = knob.place
-        lines[line] = lines[line][:start] + knob.literal(values[knob]).encode() + lines[line][end:]
-    return b"".join(lines)
+        first, end = knob.place
+        source = source[:first] + knob.literal(values[knob]).encode() + source[end:]
+    return source
 
 
 def nudged(source: bytes, factor: float) -> bytes:

@@ -40,10 +40,10 @@ def loop(args: argparse.Namespace) -> None:
     base = reference(kind)
     print_doubts([base])
     begins = {row["commit"] for row in in_history(kind.rows()) if row["status"] == "keep"} <= {base}
-    noise = noise_versions(base, night.branch) if begins else []  # measured while agents think
+    noise = noise_versions(base, night.branch) if begins else []
     try:
         while begins and not proposals.accepted(night.branch) and night.may_ask():
-            night.ask()
+            night.ask()  # agents think while this trains
         first, *_ = trainer.train([Run(*version, base=base) for version in [*revisions([base]), *noise]])
         if first["status"] == "crash":
             raise PrepareError(f"the reference crashes: python -m night show {base} says why")
@@ -63,10 +63,12 @@ class Loop:
     def __init__(self, args: argparse.Namespace, trainer: Trainer):
         self.args, self.trainer, self.kind, self.branch = args, trainer, trainer.kind, branch()
         self.max_agents = args.agents or trainer.slots
-        names = [f"agent {i}: " for i in range(1, 1 + len(args.agent))] if len(args.agent) > 1 else [""]
+        names = [f"agent {i}: " if len(args.agent) > 1 else "" for i, _ in enumerate(args.agent, 1)]
         self.turns = itertools.cycle(zip(names, args.agent, strict=True))
         self.agents: list[agents.Agent] = []
         self.gains = Gains(self.kind, self.branch, self.propose, self.runs)
+        ends = "keep", "discard", "crash"
+        self.settled = {n for n, verdict in proposals.verdicts().items() if verdict.startswith(ends)}
         self.trained = self.crashed = 0  # proposals that have a row; crashes in a row
         self.in_vain = 0  # agents in a row whose proposal is not trained
         self.start = self.next_ask = monotonic()
@@ -74,20 +76,19 @@ class Loop:
     def work(self) -> None:
         """Turn by turn; what fails in one, such as a git call while somebody's git holds a lock, is tried again."""
         self.start = monotonic()  # the hours count from here, without the reference's runs
-        said = ""
-        while True:
+        said, more = "", True
+        while more:
             try:
-                if not self.turn():
-                    return
+                more = self.turn()
             except (subprocess.CalledProcessError, OSError, PrepareError) as error:
                 reason = harness.clean((harness.git_problem(error) or type(error).__name__).split("\n")[0])
                 if reason != said:
                     print(f"trouble  {reason}: trying again until the hours are over")
                     said = reason
-                if self.hours_left() < 0 and not self.trainer.pending:
+                if more := self.hours_left() >= 0 or self.trainer.pending:
+                    sleep(1)
+                else:
                     print("what waits is left for the next loop")
-                    return
-                sleep(1)
 
     def turn(self) -> bool:
         """Returns whether there is more to do. After an error it can be repeated: nothing is done twice, or lost."""
@@ -97,20 +98,20 @@ class Loop:
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}, which is not checked out")
         self.settle()
-        if self.over():
+        over, todo, pending = bool(self.over()), self.trainer.todo, self.trainer.pending
+        if over:
             self.end_agents()
-            todo = self.trainer.todo  # what an agent has proposed is left to the next loop
-            todo[:] = [run for run in todo if AGAIN in run.description]
+            todo[:] = [run for run in todo if AGAIN in run.description]  # the next loop trains what agents proposed
         for agent in [agent for agent in self.agents if agent.process.poll() is not None]:
-            self.judge(agent)
-        if not (self.over() and self.trainer.pending):  # after the night, the gains of all runs are merged at once
-            self.gains.advance(bool(self.over()))
+            self.collect(agent)
+        if not (over and pending):  # after the night, the gains of all runs are merged at once
+            self.gains.advance(over)
         self.trainer.fill()
         while self.may_ask():
             self.ask()
-        if not self.trainer.pending:
+        if not pending:
             sleep(0.2)
-        return bool(self.trainer.pending or self.gains.gains or not self.over())
+        return bool(pending or self.gains.waiting or not self.over())
 
     def runs(self) -> list[Run]:
         """All that train or wait for a slot."""
@@ -121,10 +122,11 @@ class Loop:
         accepted, known = proposals.accepted(self.branch), {row["commit"]: row for row in self.kind.rows()}
         self.trained, at_work = len(accepted.keys() & known.keys()), {run.commit for run in self.runs()}
         for commit, (n, base, subject) in accepted.items():
-            if proposals.verdict(n).startswith(("keep", "discard", "crash")) or n in self.gains.gains:
+            if n in self.settled:
                 continue
             if commit in known:
                 self.gains.settle(n, base, known[commit])
+                self.settled.add(n)
             elif commit not in at_work and in_history([dict(commit=base, status="")]):  # not of an earlier branch
                 self.accept(n, commit, base, subject)
 
@@ -151,25 +153,25 @@ class Loop:
         if any(row["val_bpb"] for row in rows) and not good(rows, base):
             raise PrepareError(f"{base} has no result (a rebase? results.tsv moved away?): start this loop again")
         now = [run.description for run in self.runs()] + [idea for agent in self.agents if (idea := agent.idea())]
-        refused = [f"- {text}" for text in proposals.verdicts().values() if text.startswith("refused")][-SHOWN:]
+        refused = [text for text in proposals.verdicts().values() if text.startswith("refused")][-SHOWN:]
         text = agents.prompt(self.args, self.kind, rows, self.hours_left(), now, refused)
         self.agents.append(agents.start(self.args, *next(self.turns), base, self.branch, text, monotonic()))
 
-    def judge(self, agent: agents.Agent) -> None:
+    def collect(self, agent: agents.Agent) -> None:
         """Submits an ended agent's proposal, or says why not and pauses. Of agents that fail together, as by their
         provider's limit, one counts."""
-        trains = False
+        n, trains = agent.n, False
         if reason := agent.failure(self.args.agent_limit):
-            note(agent.n, f"failed: {reason}")
-            print(f"failed   proposal {agent.n}: {reason} ({proposals.folder(agent.n)}/agent.log)")
+            note(n, f"failed: {reason}")
+            print(f"failed   proposal {n}: {reason} ({proposals.folder(n)}/agent.log)")
         else:
             others = [name for name in agent.changed() if name != "train.py"]
-            changes = f"it changes {', '.join(others[:3])}" if others else ""
+            reason = f"it changes {', '.join(others[:3])}" if others else ""
             code = agent.process.returncode  # an error of its own may have cut it off
             idea = (agent.idea() or "fewer lines") + f" (exit status {code})" * bool(code)
-            trains = self.propose(agent.n, agent.base, agent.train(), idea, changes)
+            trains = self.propose(n, agent.base, agent.train(), idea, reason)
         self.agents.remove(agent)
-        agent.clear()
+        agent.scratch.cleanup()
         if trains:
             self.in_vain, self.next_ask = 0, monotonic()
         elif agent.asked >= self.next_ask:
@@ -177,18 +179,18 @@ class Loop:
             self.next_ask = monotonic() + min(PAUSE * (2**self.in_vain - 1), LONGEST)
 
     def propose(self, n: int, base: str, text: bytes, idea: str, reason: str = "") -> bool:
-        """Commits a train.py and submits it for training, unless there is a reason to refuse it; returns if it did."""
+        """Commits a train.py and has it trained, unless there is a reason to refuse it; returns whether it did."""
         before, rows = read_train(base), self.kind.rows()
         with suppress(OSError):  # somebody has removed the folder: what is in it is for people
             old, new = (version.decode(errors="replace").splitlines() for version in (before, text))
-            lines = difflib.unified_diff(old, new, lineterm="")
-            (proposals.folder(n) / "train.diff").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+            diff = "\n".join(difflib.unified_diff(old, new, lineterm=""))
+            (proposals.folder(n) / "train.diff").write_text(f"{diff}\n", "utf-8")
         known = {row["commit"] for row in rows} | {run.commit for run in self.runs()}
         if reason := reason or proposals.fault(before, text, known, proposals.live_row(rows)):
             note(n, f"refused: {reason}")
             print(f"refused  proposal {n}, {idea}: {reason}")
         else:
-            self.accept(n, commit_train(base, text, idea, f"{proposals.REFS(self.branch)}{n}"), base, idea)
+            self.accept(n, commit_train(base, text, idea, f"{self.branch}-loop/{n}"), base, idea)
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
@@ -202,7 +204,7 @@ class Loop:
         while self.agents:
             agent = self.agents.pop()
             agent.process.wait()
-            agent.clear()
+            agent.scratch.cleanup()
 
     def summary(self) -> str:
         words = Counter(re.split(r"\W", text)[0] for text in proposals.verdicts().values() if text != proposals.ENDED)

@@ -16,24 +16,19 @@ from night.run import RUNS, record_of
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
-REFS = "{}-loop/".format  # REFS(branch): where the refs of its proposals are
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
 # Of the throw-away repository of a checkout, whatever the user has told git
 CONFIG = """
-[user]
-name = night
-email = night@localhost
-[core]
-autocrlf = false
-attributesFile = /dev/null
-hooksPath = /dev/null
-[commit]
-gpgSign = false
+[user] name = night
+    email = night@localhost
+[core] autocrlf = false
+    attributesFile = /dev/null
+    hooksPath = /dev/null
+[commit] gpgSign = false
 """
 
 
-# ------------------------------------------------------------------------------------------------ folders and verdicts
 def folder(n: int) -> Path:
     return PROPOSALS / str(n)
 
@@ -44,13 +39,10 @@ def note(n: int, verdict: str) -> None:
         file.write(f"{verdict}\n".encode())
 
 
-def verdict(n: int) -> str:
-    return prepare.read(folder(n) / "verdict.txt")
-
-
 def verdicts() -> dict[int, str]:
     """By number. They begin with keep, discard, crash, waits, trains, refused or failed; "" without one."""
-    return {n: verdict(n) for n in sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())}
+    numbers = sorted(int(path.name) for path in PROPOSALS.glob("*") if path.name.isdecimal())
+    return {n: prepare.read(folder(n) / "verdict.txt") for n in numbers}
 
 
 def new_proposal(branch: str) -> int:
@@ -62,16 +54,14 @@ def new_proposal(branch: str) -> int:
 
 def accepted(branch: str) -> dict[str, tuple[int, str, str]]:
     """(number, base, subject) of each proposal that was accepted on a branch, by commit."""
-    form = "%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
-    options = ["--sort=version:refname", f"--format={form}", f"refs/night/{REFS(branch)}"]
-    lines = [line.split("\t") for line in git("for-each-ref", *options).splitlines()]
+    form = "--format=%(refname:lstrip=-1)%09%(objectname)%09%(parent)%09%(subject)"
+    refs = git("for-each-ref", "--sort=version:refname", form, f"refs/night/{branch}-loop/")
+    lines = [line.split("\t") for line in refs.splitlines()]
     return {commit[:7]: (int(n), base[:7], subject) for n, commit, base, subject in lines if n.isdecimal()}
 
 
-# ----------------------------------------------------------------------------------------------------------- checkouts
 def checkout(work: Path, commit: str) -> dict[str, bytes]:
-    """Makes a folder with a throw-away git repository of a commit's files that concern an agent; returns their
-    contents."""
+    """Makes a throw-away git repository of a commit's files that concern an agent; returns their contents."""
     work.mkdir()
     names = os.fsdecode(git_bytes("ls-tree", "-rz", "--name-only", commit)).split("\0")[:-1]
     files = archive(commit, *(name for name in names if not re.match(HIDDEN, name)))
@@ -94,7 +84,6 @@ def plain(path: Path) -> bytes:
     return b""
 
 
-# ------------------------------------------------------------------------------------------------ what a proposal does
 def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
     """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
     if not text.strip():
@@ -102,11 +91,11 @@ def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) 
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):
         return f"train.py must end with {end.decode().strip()}"
-    if same := [commit for commit in known if program_of(commit) == program(text)]:
+    own = program(text)
+    if same := [commit for commit in known if program_of(commit) == own]:
         return f"the same train.py as {same[0]}, but for comments and whitespace"
     if live is not None and program(text, live) == program(before, live):
-        used = "SIZE replaces them" if sets_size(parse(text)) else f"here SIZES[{live}] counts"
-        return f"it changes only sizes of other GPUs: {used}"
+        return f"it changes only sizes that are not used here: SIZE is, if it is set, else SIZES[{live}]"
     return ""
 
 
@@ -124,21 +113,16 @@ def program(text: bytes, live: int | None = None) -> str:
     of other rows of SIZES; if SIZE is set, in any rows."""
     if not (tree := parse(text)):
         return str(text.split())  # its words
+    constants = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    sized = any(re.match(r"SIZE = (?!None$)", constant) for constant in constants)
     for node in ast.walk(tree):
-        match getattr(node, "body", None):
-            case [ast.Expr(ast.Constant(str())), *rest]:
-                node.body = rest
         match node:
-            case ast.Assign(targets=[ast.Name("SIZES")], value=ast.Tuple(elts=rows)) if live is not None:
+            case ast.AST(body=[ast.Expr(ast.Constant(str())), *rest]):
+                node.body = rest
+            case ast.Assign([ast.Name("SIZES")], ast.Tuple(rows)) if live is not None:
                 kept = [row if i == live else getattr(row, "elts", [row])[0] for i, row in enumerate(rows)]
-                node.value.elts = [] if sets_size(tree) else kept
+                node.value.elts = [] if sized else kept
     return ast.dump(tree)
-
-
-def sets_size(tree: ast.Module) -> bool:
-    """Whether a train.py sets SIZE, which replaces SIZES."""
-    values = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-    return any(re.match(r"SIZE = (?!None$)", value) for value in values)
 
 
 @functools.cache

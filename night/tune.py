@@ -18,7 +18,7 @@ if __name__ == "__main__":  # it works in a checkout, whose night/ has no log
 import harness
 from harness import crashed
 from night.git import branch, read_train
-from night.knobs import Knob, edit, read_knobs
+from night.knobs import edit, read_knobs
 from night.loop import loop
 from night.proposals import accepted
 from night.rows import kind_here, one_seed, reference
@@ -27,7 +27,6 @@ from night.show import last_place
 from prepare import PrepareError
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
-SUBJECT = 100  # characters
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -43,6 +42,7 @@ def tune(args: argparse.Namespace) -> None:
 def propose(args: argparse.Namespace) -> None:
     """Moves constants of ./train.py, and describes that in ./IDEA."""
     import optuna
+    from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     source = Path("train.py").read_bytes()
@@ -51,13 +51,19 @@ def propose(args: argparse.Namespace) -> None:
     for commit, score in trials(args):
         with suppress(subprocess.CalledProcessError, PrepareError, KeyError):  # not in this clone; another file
             found = {knob.name: knob.value for knob in read_knobs(read_train(commit), args.knobs)}
-            study.add_trial(trial_of({knob.name: found[knob.name] for knob in knobs}, knobs, score))
+            scales = {}
+            for knob in knobs:  # an older file's value may be outside today's range
+                low, _, high = sorted([knob.low, found[knob.name], knob.high])
+                scales[knob.name] = optuna.distributions.FloatDistribution(low, high, log=knob.log)
+            state = TrialState.RUNNING if score is None else TrialState.COMPLETE
+            values = {name: found[name] for name in scales}
+            study.add_trial(create_trial(state=state, value=score, params=values, distributions=scales))
     trial = study.ask()
     drawn = [knob.fit(trial.suggest_float(knob.name, knob.low, knob.high, log=knob.log)) for knob in knobs]
     moved = {knob: value for knob, value in zip(knobs, drawn, strict=True) if value != knob.value}
     most = sorted(moved, key=lambda knob: -abs(moved[knob] / knob.value - 1))  # the largest change first
     changes = ", ".join(f"{knob.name} {knob.text} -> {knob.literal(moved[knob])}" for knob in most)
-    Path("IDEA").write_text(textwrap.shorten(f"tune {args.sampler}: {changes}", SUBJECT, placeholder=" ..."))
+    Path("IDEA").write_text(textwrap.shorten(f"tune {args.sampler}: {changes}", 100, placeholder=" ..."))
     Path("train.py").write_bytes(edit(source, moved))
 
 
@@ -73,17 +79,6 @@ def trials(args: argparse.Namespace) -> Iterator[tuple[str, float | None]]:
     for commit, (_, _, subject) in accepted(branch()).items():
         if commit not in ended and ours in subject:
             yield commit, None
-
-
-def trial_of(values: dict[str, float], knobs: list[Knob], score: float | None):
-    """For Optuna. Values of an older file may be outside today's ranges."""
-    from optuna.distributions import FloatDistribution
-    from optuna.trial import TrialState, create_trial
-
-    ranges = {knob.name: sorted([knob.low, values[knob.name], knob.high]) for knob in knobs}
-    scales = {knob.name: FloatDistribution(ranges[knob.name][0], ranges[knob.name][-1], log=knob.log) for knob in knobs}
-    state = TrialState.RUNNING if score is None else TrialState.COMPLETE
-    return create_trial(state=state, value=score, params=values, distributions=scales)
 
 
 if __name__ == "__main__":

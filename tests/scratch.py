@@ -25,7 +25,7 @@ class StubPool:
 
     def __init__(self, kind: Kind, folder: Path, slots: int = 2):
         self.kind, self.log, self.slots, self.user = kind, folder / "row.tsv", slots, iter(())
-        self.queue, self.active, self.trained, self.tokens_M = [], {}, [], 1.5
+        self.queue, self.active, self.trained = [], [], []
 
     def submit(self, run: Run, packed: bytes, command: list[str], record: dict) -> None:
         self.queue.append((run, record, command))
@@ -33,13 +33,13 @@ class StubPool:
 
     def ended(self) -> Iterator[Ended]:
         next(self.user, None)
-        for run, text in [*self.active.items()]:
-            del self.active[run]
+        while self.active:
+            run, row = self.active.pop(0)
             self.trained.append(run)
-            yield Ended(run, text, [], "no row", {})
+            yield Ended(run, row, [], "no row", {})
         while self.queue:
-            run, record, options = self.queue.pop(0)
-            self.active[run] = self.train(run, record, options)
+            run, *how = self.queue.pop(0)
+            self.active.append((run, self.train(run, *how)))
 
     def train(self, run: Run, record: dict, options: list[str]) -> str:
         """Its row."""
@@ -53,10 +53,8 @@ class StubPool:
         except Exception as error:
             found = dict(val_bpb=0.0, reason=type(error).__name__)
         self.log.unlink(missing_ok=True)
-        where = dict(gpu=self.kind.gpu, budget=self.kind.budget, dataset=self.kind.dataset, seed=run.seed)
-        harness.log_result(
-            **found, **where, memory_gb=1.0, tokens_M=self.tokens_M, commit="", description="", path=self.log
-        )
+        row = self.kind._asdict() | dict(seed=run.seed, memory_gb=1.0, tokens_M=1.5, commit="", description="")
+        harness.log_result(**found, **row | dict(report=False), path=self.log)
         return self.log.read_text()
 
     def close(self) -> None:
@@ -72,19 +70,15 @@ class Scratch:
 
     def __init__(self, folder: Path, monkeypatch, files: dict[str, str], budget: str = "300 s"):
         self.folder, self.kind = folder, Kind("cpu", budget, "d")
-        for module, name, value in (
-            (night_git, "ROOT", folder),
-            (harness, "RESULTS", folder / "results.tsv"),
-            (harness, "handle_signals", lambda handler: setattr(self, "interrupt", handler)),
-            (night_run, "RUNS", folder / "runs"),
-            (proposals, "PROPOSALS", folder / "runs" / "proposals"),
-        ):
-            monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(night_git, "ROOT", folder)
+        monkeypatch.setattr(harness, "RESULTS", folder / "results.tsv")
+        monkeypatch.setattr(harness, "handle_signals", lambda handler: setattr(self, "interrupt", handler))
+        monkeypatch.setattr(night_run, "RUNS", folder / "runs")
+        monkeypatch.setattr(proposals, "PROPOSALS", folder / "runs" / "proposals")
         for name, text in {".gitignore": "*.tsv*\nruns\n*.md\n*.png\n", **files}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        self.shell("git init -q -b night; git add -f .; git commit -q -m start")
-        self.shell("git commit -q --allow-empty -m base")
+        self.shell("git init -q -b night; git add -f .; git commit -q -m start; git commit -q --allow-empty -m base")
         self.pool = StubPool(self.kind, folder.parent)
 
     def shell(self, script: str) -> str:

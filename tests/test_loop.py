@@ -9,17 +9,17 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from merge_gains import simulate
 from scratch import Scratch
-from small_corpus import ROOT
+from small_corpus import ROOT, tree
 from test_wave import TWO_SLOTS, Clone
 
 import harness
@@ -27,12 +27,10 @@ import prepare
 from night import agent as agents
 from night import git as night_git
 from night import loop as loops
-from night import proposals, rows
+from night import proposals
 from night.__main__ import parse
-from night.gains import Gain, Gains, merge, next_step
-from night.git import in_history
+from night.gains import Gain, merge, next_step
 from night.noise import Noise
-from night.pool import Run
 from night.rows import reference, set_status
 from night.show import about_night
 
@@ -59,11 +57,10 @@ AGENT = r"""
 import fcntl, os, pathlib, re, subprocess, sys, time
 
 words, calls, prompt = sys.argv[1].split(","), *sys.argv[2:]
-with open(calls, "a+") as file:
+with open(calls, "a") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
-    file.seek(0)
-    n = len(file.readlines())
-    file.write("call\n")
+    n = file.seek(0, 2)
+    file.write(".")
 word, train = words[n % len(words)], pathlib.Path("train.py")
 text = train.read_text()
 assert b"\r" not in train.read_bytes()
@@ -78,149 +75,108 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         assert os.environ["KEY"].encode() not in path.read_bytes(), "other users see arguments"
     except OSError:
         pass
-print("in a", os.environ.get("SANDBOX")) if word != "odd" else None
 
 def edit(knob, by):
     train.write_text(re.sub(rf"\b{knob} = ([\d.]+)", lambda m: f"{knob} = {float(m[1]) + by + n / 1000}", text))
-
-def run_out_of_time():
-    guard = os.getppid()
-    while not int(re.search(r"SigCgt:\s*(\w+)", open(f"/proc/{guard}/status").read())[1], 16) >> 13 & 1:
-        time.sleep(0.01)  # until it handles SIGALRM
-    os.kill(guard, 14)
-    time.sleep(99)
 
 def daemon():
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(99)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=-1).stdout.readline()
 
-if word not in ("odd", "banner", "half"):
+if word != "banner":
     pathlib.Path("IDEA").write_text(f"\n{word} {n}\nnext\n")
-if word in "AB":
-    edit(word, -1)
-elif word == "elsewhere":
+if word in ("A", "elsewhere", "hang", "banner", "killed", "stopped"):
     edit("A", -1)
+elif word in ("B", "crlf"):
+    edit("B", -1)
+if word == "elsewhere":
     pathlib.Path("prepare.py").write_text("COLUMNS = []")
 elif word == "hang":
     daemon()
     time.sleep(99)
-elif word in ("worse", "loud"):
-    edit("A", 1)
-    print("x" * 5 * 10**7 * (word == "loud"), end="")
 elif word == "hostile":
     daemon()
     os.system("git commit -qam mine; git reset -q --hard HEAD~1; rm -rf .git ../results.tsv ../../results.tsv")
     edit("A", 2)
 elif word == "same":
-    train.write_text(text.replace("\n", "  \n") + "\n\n")
-elif word == "comment":
-    train.write_text("'A docstring.'\n" + text.replace("#", "# a remark"))
+    train.write_text("'A docstring.'\n" + text.replace("#", "#  a remark") + "\n\n")
 elif word == "fail":
-    print("Warning: True color is not detected\nError: 401 Unauthorized\n")
-    sys.exit(1)
-elif word == "pretends":
-    print("Thinking ...\nError: 429 RESOURCE_EXHAUSTED")
+    sys.exit("Warning: True color is not detected\nError: 401 Unauthorized\n")
 elif word == "banner":
     print("OpenAI Codex v0.169.0\n--------")
-    edit("A", -1)
 elif word == "crlf":
-    edit("B", -1)
     train.write_bytes(train.read_bytes().replace(b"\n", b"\r\n"))
-elif word == "half":
-    train.write_text(text.replace("A = ", "A = 3 *"))
-    run_out_of_time()
 elif word == "killed":
-    edit("A", -1)
     os.kill(os.getpid(), 9)
 elif word == "stopped":
-    edit("A", -1)
     sys.exit("Error: 529 Overloaded")
 elif word == "endless":
     train.write_text(text + "# nothing runs\n")
-elif word == "typo":
-    train.write_text(text.replace("A = ", f"A = = {n}"))
 elif word == "odd":
     pathlib.Path("IDEA").write_text("\n\t``` <b>wider\tMLP</b>: \"4\" -> '5'" + "y" * 10_000)
     edit("B", 1)
+elif word == "typo":
+    train.write_text(text.replace("A = ", f"A = = {n}"))
 """
 
 
 # --------------------------------------------------------------------------------- nights with a pool that is not there
-class Clock:
-    """Time that passes while the loop sleeps: hardly while an agent is at work, however slow this machine is."""
-
-    def __init__(self):
-        self.time, self.night = 0.0, SimpleNamespace(agents=(), next_ask=0.0)
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(0.05 if self.night.agents else 0)
-        self.time += seconds / 100 if self.night.agents else 60
-        if not self.night.agents:
-            self.time = max(self.time, self.night.next_ask)
-
-
 class Played(Scratch):
     """A clone, and loops in this process."""
 
     def __init__(self, folder: Path, monkeypatch):
         files = ("prepare.py", "program.md", "notebook.ipynb", "tests/results.tsv")
         super().__init__(folder, monkeypatch, {name: f"{name}\n" for name in files} | {"train.py": TRAIN})
-        self.monkeypatch, self.start = monkeypatch, agents.start
+        self.monkeypatch, self.start, self.time = monkeypatch, agents.start, 0.0
         self.calls, self.agent = folder.with_name("calls"), folder.with_name("agent.py")
         self.agent.write_text(AGENT)
-        self.clock = Clock()
-        monkeypatch.setattr(loops, "monotonic", lambda: self.clock.time)
-        monkeypatch.setattr(loops, "sleep", lambda seconds: self.clock.sleep(seconds))
+        turn = loops.Loop.turn
+
+        def watched(night: loops.Loop) -> bool:
+            self.now = night
+            return turn(night)
+
+        monkeypatch.setattr(loops.Loop, "turn", watched)
+        monkeypatch.setattr(loops, "monotonic", lambda: self.time)
+        monkeypatch.setattr(loops, "sleep", self.sleep)
+        monkeypatch.setattr(loops, "start_pool", lambda args: (self.pool, self.kind))
         monkeypatch.setenv("KEY", KEY)
 
-    def loop(self, *options: str) -> loops.Loop:
-        args = parse(["loop", *options])
-        return loops.Loop(args, self.trainer(args))
+    def sleep(self, seconds: float) -> None:
+        """Time passes while the loop sleeps: hardly while an agent is at work, however slow this machine is."""
+        if self.now.agents:
+            time.sleep(0.05)
+            self.time += seconds / 100
+        else:
+            self.time = max(self.time + 60, self.now.next_ask)
+            assert self.time < 10 * 3600, "a night of eight hours has an end"
 
     def puppet(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
         """In place of agents.start: an agent without a process, which has ended at once."""
-        words = command.split()[2].split(",")
-        files = {"train.py": loops.read_train(base)}
-        n = proposals.new_proposal(branch)
-        word, work = words[(n - 1) % len(words)], self.folder.with_name(f"work{n}") / "work"
-        old, new = {"A": ("A = ", "A = -1 + "), "B": ("B = ", "B = -1 + "), "typo": ("A =", f"A = = {n}")}.get(
-            word, ("A = ", f"A = {n} + ")
-        )
-        work.mkdir(parents=True)
+        n, words, train = proposals.new_proposal(branch), command.split()[2].split(","), loops.read_train(base)
+        word, scratch = words[(n - 1) % len(words)], tempfile.TemporaryDirectory()
+        edits = dict(A=("A = ", "A = -1 + "), B=("B = ", "B = -1 + "), typo=("A =", f"A = = {n}"))
+        edits["worse"], work = ("A = ", f"A = {n} + "), Path(scratch.name)
         (work / "IDEA").write_text(f"{word} {n - 1}")
-        (work / "train.py").write_bytes(
-            files["train.py"].replace(old.encode(), new.encode() if word != "fail" else b"A = ")
-        )
-        ended = SimpleNamespace(poll=lambda: 0, returncode=int(word == "fail"), terminate=str, wait=str)
-        print(f"ask      proposal {n}")
-        return agents.Agent(n, now, name, base, work, files, ended)
+        (work / "train.py").write_text(train.decode().replace(*edits[word]))
+        ended = SimpleNamespace(poll=lambda: 0, returncode=0, terminate=str, wait=str)
+        return agents.Agent(n, now, name, base, scratch, work, {"train.py": train}, ended)
 
-    def night(self, *words: str, args=(), real: bool = True, prefix: str = "") -> loops.Loop:
-        """A night until its end. words: of agents, each a list of what it does. real: in processes of their own."""
+    def night(self, *words: str, args=(), real: bool = False) -> None:
+        """`night loop`. words: of agents, each a list of what it does. real: in processes of their own."""
         self.monkeypatch.setattr(agents, "start", self.start if real else self.puppet)
-        command = [f"--agent={prefix}{sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
-        options = ["--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=200", *command, *args]
-        night = self.clock.night = self.loop(*options)
-        if not self.kind.rows():
-            night.trainer.train([Run(self.head(), "base", base=self.head())])
-        try:
-            night.work()
-        finally:
-            night.end_agents()
-        print(night.summary())
+        command = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
+        loops.loop(parse(["loop", "--agents=1", "--agent-env=KEY,GIT_DIR", "--agent-limit=200", *command, *args]))
         assert not [*Path("/tmp").glob(f"t4-night-{os.getpid()}-*/work")], "checkouts are left"
-        return night
 
-    def command(self, word: str, *options: str) -> None:
-        """`night loop` with the puppet."""
-        self.monkeypatch.setattr(loops, "start_pool", lambda args: (self.pool, self.kind))
-        self.monkeypatch.setattr(agents, "start", self.puppet)
-        agent = f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}"
-        loops.loop(parse(["loop", agent, "--agents=1", *options]))
+    def loop(self) -> loops.Loop:
+        args = parse(["loop", "--agent=true"])
+        return loops.Loop(args, self.trainer(args))
 
     def tried(self) -> list[tuple[str, str]]:
-        """Description and status of each row but the first."""
-        return [(row["description"], row["status"]) for row in self.rows()[1:]]
+        """Description and status of each row, but those of the first commit and of what measures noise."""
+        rows = [row for row in self.rows()[1:] if not row["description"].startswith("noise: ")]
+        return [(row["description"], row["status"]) for row in rows]
 
     def verdicts(self) -> list[str]:
         return [*proposals.verdicts().values()]
@@ -231,109 +187,100 @@ def played(tmp_path, monkeypatch):
     return Played(tmp_path / "clone", monkeypatch)
 
 
-def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its_own(played, capfd):
-    """One prints a banner and no IDEA, one writes other line ends, one exits with 0 after an error."""
-    played.night("banner,crlf,pretends", args=["--runs=2"])
+def test_what_an_agent_leaves_is_described_by_its_edit_if_it_has_no_words_of_its_own(played):
+    """One prints a banner and writes no IDEA, one writes other line ends, one changes nothing."""
+    played.night("banner,crlf,nothing", args=["--runs=2"], real=True)
     assert played.tried()[:2] == [("A = 29.0", "keep"), ("crlf 1", "keep")]
     assert (proposals.folder(2) / "train.diff").read_text().count("\n-B") == 1
     assert played.shell("git diff --stat night~2 night | tail -n1").endswith("2 insertions(+), 2 deletions(-)")
-    played.night("pretends", args=["--hours=0.2"])
-    assert "train.py is unchanged: Error: 429 RESOURCE_EXHAUSTED" in capfd.readouterr().out
+    played.night("nothing", args=["--hours=0.2"], real=True)
+    assert "failed: train.py is unchanged" in played.verdicts()
 
 
 def test_a_night_begins_with_versions_that_differ_by_luck_alone_and_keeps_none_of_them(played):
     """Also if it is ended before it has judged them. Here C stands for luck."""
     base = played.head()
-    for runs in (0, 1):
-        played.command("worse", f"--runs={4 * runs + 1}")
+    for runs in (1, 5):
+        played.night("worse", args=[f"--runs={runs}"])
         first, *others = played.rows()[:4]
         assert (first["commit"], first["status"]) == (base, "keep") and reference(played.kind) == base
         found = {(row["description"], row["val_bpb"], row["status"]) for row in others}
         noise = ("1.001", 1.3301), ("0.999", 1.3299), ("1.0005", 1.33005)
         assert found == {(f"noise: like {base}, constants x {factor}", bpb, "discard") for factor, bpb in noise}
         commits = [row["commit"] for row in played.rows()]
-        assert len({*commits}) == len(commits) > 4 + runs, "new ideas, and nothing again"
+        assert len({*commits}) == len(commits) >= 4 + runs, "new ideas, and nothing again"
         for row in others:
             set_status(row["commit"], played.kind, "keep")
     assert Noise.of(played.rows()[0]).sd == pytest.approx(statistics.stdev([0, 1e-4, -1e-4, 5e-5]), rel=1e-6)
-    told = about_night(played.rows())
-    assert "\n## Noise: constants moved by too little to matter\n- +0.0001~" in told
-    assert "The standard deviation between versions with one seed is 0.0001" in told
+    assert "\n## Noise: constants moved by too little to matter\n- +0.0001~" in about_night(played.rows())
     for runs in (6, 8):  # the first has a gain, the second goes on from it
-        played.command("A", f"--runs={runs}")
+        played.night("A", args=[f"--runs={runs}"])
     assert reference(played.kind) != base and sum("noise: " in row["description"] for row in played.rows()) == 3
 
 
-def test_a_reference_that_crashed_is_mended_by_a_commit(played):
-    played.shell("echo 'raise MemoryError' > train.py; git commit -qam broken")
+def test_a_reference_that_crashes_ends_the_loop(played):
+    played.commit(broken="raise MemoryError")
     with pytest.raises(prepare.PrepareError, match="the reference crashes: python -m night show"):
-        played.command("A", "--runs=1")
-    (played.folder / "train.py").write_text(TRAIN)
-    played.shell("git commit -qam mended")
-    played.command("A", "--runs=5")
-    ended = [(row["description"], row["status"]) for row in played.rows() if row["status"] != "crash"]
-    assert ended[0] == ("mended", "keep") and ended[4][0].startswith("A ") and ended[4][1] == "keep"
+        played.night("A", args=["--runs=1"])
 
 
 def test_one_proposal_per_agent_waits_for_a_gpu_and_what_is_decided_stays_so(played, monkeypatch):
     looks, ended, turn, waiting = itertools.count(), played.pool.ended, loops.Loop.turn, []
     monkeypatch.setattr(played.pool, "ended", lambda: [] if next(looks) % 5 else ended())  # runs take five looks
     monkeypatch.setattr(loops.Loop, "turn", lambda night: (turn(night), waiting.append(len(night.trainer.todo)))[0])
-    played.night("A,B,worse", args=["--runs=9"], real=False)
+    played.night("A,B,worse", args=["--runs=9"])
     assert max(waiting) == 1
     decided, tried = played.verdicts(), played.tried()
     assert any(verdict.startswith("keep, and again on ") for verdict in decided)
-    played.night("A", args=["--hours=0"], real=False)
+    played.night("A", args=["--hours=0"])
     assert (played.verdicts(), played.tried()) == (decided, tried)
 
 
 def test_half_an_edit_of_an_agent_that_was_cut_off_is_not_trained(played):
-    played.night("half", args=["--hours=0.01"])
-    played.night("killed", args=["--hours=0.01"])
+    played.night("hang", args=["--hours=0.01", "--agent-limit=1"], real=True)
+    played.night("killed", args=["--hours=0.01"], real=True)
     assert not played.tried()
-    assert {*played.verdicts()} == {"failed: cut off after 200 s", "failed: killed"}
-    played.night("stopped", args=["--runs=1"])
+    assert {*played.verdicts()} == {"failed: cut off after 1 s", "failed: killed"}
+    played.night("stopped", args=["--runs=1"], real=True)
     assert played.tried()[0][0].endswith(" (exit status 1)"), "an error of its own may have cut it off"
 
 
 def test_what_breaks_a_rule_or_was_tried_is_refused(played):
     """A change of comments, docstrings and layout is none."""
-    played.night("A,elsewhere,same,comment,endless,B", args=["--runs=2"])
-    first, *refused, _ = played.verdicts()
-    known = f"refused: the same train.py as {first[-7:]}, but for comments and whitespace"
-    elsewhere, endless = "refused: it changes prepare.py", "refused: train.py must end with result(total(A, B) + "
-    assert refused == [elsewhere, known, known, f"{endless}(C - 1) / 10)"]
+    played.night("A,elsewhere,same,endless,B", args=["--runs=2"], real=True)
+    first, elsewhere, same, endless, _ = played.verdicts()
+    assert same == f"refused: the same train.py as {first[-7:]}, but for comments and whitespace"
+    assert elsewhere == "refused: it changes prepare.py"
+    assert endless == "refused: train.py must end with result(total(A, B) + (C - 1) / 10)"
 
 
-def test_the_loop_ends_after_ten_crashes_in_a_row(played, capfd):
-    played.night("typo", real=False)
+def test_the_loop_ends_after_ten_crashes_in_a_row_with_its_report(played, monkeypatch, capfd):
+    reported = []
+    monkeypatch.setattr(loops, "report", lambda args, pool, kind: reported.append((pool, kind)))
+    played.night("typo", args=["--report"])
     assert "\n10 runs in a row crashed: " in capfd.readouterr().out and len(played.tried()) in (10, 11)
+    assert reported == [(played.pool, played.kind)]
 
 
 def test_of_agents_that_fail_together_one_counts(played):
     """As by their provider's limit: each round of them makes the pause longer."""
-    night = played.loop("--agent=true")
-    work = played.folder.with_name("a") / "work"
+    night, work = played.loop(), played.folder.with_name("work")
+    work.mkdir()
 
-    def judge(asked: float, code: int = 1, *edited: str) -> tuple[int, float]:
-        agent = agents.Agent(1, asked, "", "base", work, {"train.py": b""}, SimpleNamespace(returncode=code))
-        for name in ("IDEA", *edited):
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            (work / name).write_text("x = 1")
-        night.agents.append(agent)
-        night.judge(agent)
-        return night.in_vain, night.next_ask - played.clock.time
+    def collect(asked: float, text: str = "", code: int = 0) -> tuple[int, float]:
+        (work / "train.py").write_text(text)
+        process, scratch = SimpleNamespace(returncode=code), SimpleNamespace(cleanup=str)
+        night.agents.append(agents.Agent(1, asked, "", "base", scratch, work, {"train.py": b""}, process))
+        night.collect(night.agents[0])
+        return night.in_vain, night.next_ask - played.time
 
     night.propose = lambda *_: False
-    proposals.note(1, "")
-    assert [judge(0.0) for _ in range(6)] == [(1, 30)] * 6
-    assert judge(night.next_ask) == (2, 90)
-    assert judge(night.next_ask, 0, "train.py") == (3, 210), "refused"
-    assert [judge(night.next_ask)[1] for _ in range(9)][-2:] == [1800, 1800]
-    night.in_vain = 3000
-    assert judge(night.next_ask)[1] == 1800
+    assert [collect(0.0, code=1) for _ in range(6)] == [(1, 30)] * 6
+    assert collect(night.next_ask) == (2, 90)
+    assert collect(night.next_ask, "refused") == (3, 210)
+    assert [collect(night.next_ask)[1] for _ in range(9)][-2:] == [1800, 1800]
     night.propose = lambda *_: True
-    assert judge(0.0, 0, "train.py") == (0, 0)
+    assert collect(0.0, "trained") == (0, 0)
 
 
 def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd):
@@ -341,15 +288,15 @@ def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd
     lock = played.folder / ".git" / "refs" / "heads" / "night.lock"
     played.shell("git branch night-loop/best; git update-ref refs/night/night-loop/best HEAD")
     lock.touch()
-    played.night("A", args=["--hours=0.2"], real=False)
+    played.night("A", args=["--hours=0.2"])
     output = capfd.readouterr().out
     assert output.count("trouble  ") == 1 and "night.lock" in output
     assert "what waits is left for the next loop" in output
-    assert 0.2 * 3600 < played.clock.time < 1000 and played.verdicts()[0].startswith("waits")
+    assert 0.2 * 3600 < played.time < 1000 and played.verdicts()[0].startswith("waits")
     lock.unlink()
     tried = played.tried()
-    played.night("A", args=["--hours=0"], real=False)
-    assert played.shell("git rev-parse night").startswith(played.rows()[1]["commit"])
+    played.night("A", args=["--hours=0"])
+    assert played.shell("git rev-parse night").startswith(reference(played.kind))
     assert played.tried() == tried, "nothing is tried twice"
 
 
@@ -366,71 +313,61 @@ def test_what_a_person_does_with_git_meanwhile_costs_no_row_and_moves_no_commit(
         git branch -D night-loop/1 || true; git gc -q --prune=now
         git checkout -q --detach; git commit -q --allow-empty -m apart
         git checkout -q night""".splitlines()
-    steps = itertools.chain.from_iterable([[line, ""] for line in script])
-    played.pool.user = (played.shell(f"{step} 2>&1") if step else None for step in steps)
-    played.night("A,B,worse", args=["--runs=16"], real=False)
+    played.pool.user = (played.shell(f"{step} 2>&1") for line in script for step in (line, "true"))
+    played.night("A,B,worse", args=["--runs=16"])
     assert not [*played.pool.user]
     output, errors = capfd.readouterr()
     assert "results.tsv has lost " in errors
-    tried = dict(played.tried())
-    assert len(tried) == len(played.tried()) >= 16 and {*tried.values()} == {"keep", "discard"}
+    assert "trouble  the night is on night, which is not checked out: trying again" in output
+    assert len({*played.tried()}) >= 16 and {status for _, status in played.tried()} == {"keep", "discard"}
     trained = Counter(run.commit for run in played.pool.trained)
     assert Counter(row["commit"] for row in played.rows()) == trained, "a row per run, and none without"
     assert harness.parse_log(harness.RESULTS.read_text())[0] == played.rows(), "in the file, too"
-    assert played.shell("git log --format=%s other").split("\n")[0] == "elsewhere"
+    assert played.shell("git log -1 --format=%s other") == "elsewhere"
     assert "notes" in played.shell("git log --format=%s night").split("\n")
     assert "# mine" in played.shell("git stash show -p")
-    assert "trouble  the night is on night, which is not checked out: trying again" in output
-    *_, best = (row for row in in_history(played.rows()) if row["status"] == "keep")
-    assert played.shell(f"git diff {best['commit']} night -- train.py") == ""
+    assert played.shell(f"git diff {reference(played.kind)} night -- train.py") == ""
     assert played.shell("git branch --format='%(refname:short)'").split() == ["night", "other"]
 
 
 def test_whatever_the_user_has_told_git_a_proposal_is_its_edit(played, monkeypatch):
     """Line ends, hooks, colours and signatures; another repository, as a hook or an alias does."""
-    theirs = played.folder.with_name("theirs")
-    played.shell(f"git init -q {theirs}; cp .git/index {theirs}/.git/index")
-    before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
+    theirs, home = played.folder.with_name("theirs"), played.folder.with_name("home")
+    played.shell(f"git init -q {theirs}; cp .git/index {theirs}/.git/index; mkdir {home}")
+    before = tree(theirs)
     for name, place in dict(GIT_DIR=".git", GIT_WORK_TREE="", GIT_INDEX_FILE=".git/index").items():
         monkeypatch.setenv(name, str(theirs / place))
-    hooks, config, attributes = (played.folder.with_name(name) for name in ("hooks", "config", "attributes"))
-    hooks.mkdir()
     for name in ("pre-commit", "prepare-commit-msg", "commit-msg"):
-        (hooks / name).symlink_to("/bin/false")
-    attributes.write_text("* text=auto eol=crlf\n")
-    text = f"[core]\nautocrlf = true\nattributesFile = {attributes}\nhooksPath = {hooks}\n"
-    config.write_text(f"{text}[color]\nui = always\n[commit]\ngpgsign = true\n[log]\nshowSignature = true\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    home = played.folder.with_name("home")  # agents get this, but no GIT_CONFIG_GLOBAL
-    home.mkdir()
-    shutil.copy(config, home / ".gitconfig")
-    monkeypatch.setenv("HOME", str(home))
-    played.night("A,B", args=["--runs=2"])
+        (home / name).symlink_to("/bin/false")
+    (home / "attributes").write_text("* text=auto eol=crlf\n")
+    text = f"[core]\nautocrlf = true\nattributesFile = {home}/attributes\nhooksPath = {home}\n[color]\nui = always\n"
+    (home / ".gitconfig").write_text(f"{text}[commit]\ngpgsign = true\n[log]\nshowSignature = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", f"{home}/.gitconfig")
+    monkeypatch.setenv("HOME", str(home))  # agents get this, but no GIT_CONFIG_GLOBAL
+    played.night("A,B", args=["--runs=2"], real=True)
     diffs = [(proposals.folder(n) / "train.diff").read_text() for n in (1, 2)]
     assert [len(re.findall("^[-+][AB]", diff, re.M)) for diff in diffs] == [2, 2]
-    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
-    assert {status for _, status in played.tried()} == {"keep"}
+    assert tree(theirs) == before and {status for _, status in played.tried()} == {"keep"}
 
 
 def test_the_prompt_says_what_an_agent_needs_from_the_first_on(played):
     """And its checkout shows what concerns it."""
     script = "assert sorted(os.listdir()) == ['.git', '.gitignore', 'prepare.py', 'train.py'], os.listdir()\n"
-    played.agent.write_text(AGENT.replace("\nprint(", "\n" + script + "print(", 1))
-    played.night(
-        "A,elsewhere,B,fail,odd,worse",
-        args=["--runs=4", "--hours=3"],
-        prefix="env SANDBOX=box ",
-    )
-    first, *_, last = (proposals.folder(n) for n in proposals.verdicts())
-    before, memory, _ = (last / "prompt.md").read_text().split("```")
-    assert "in a box\n" in (last / "agent.log").read_text()
-    for text in ((first / "prompt.md").read_text(), before):
-        assert "a run of it (300 s, on cpu, with dataset d) ends" in text and "Nobody can answer questions" in text
-        assert f"{sys.executable} -c 'import train'" in text and "- **All of `train.py`**" in text
-        assert "results.tsv" not in text.split("```")[0] and "reset" not in text
-    assert "Reference: " in memory and "## Ideas\n" in memory
+    played.agent.write_text(AGENT.replace("\ndef edit", f"\n{script}def edit", 1))
+    played.night("A,elsewhere,B,fail,odd", args=["--runs=4", "--hours=3"], real=True)
+    first, *_, last = ((proposals.folder(n) / "prompt.md").read_text() for n in proposals.verdicts())
+    for text in (first, last):
+        before, memory, _ = text.split("```")
+        assert "a run of it\n(300 s, on cpu, with dataset d) ends" in before and "Nobody can answer questions" in before
+        assert f"{sys.executable} -c 'import train'" in before and "- **All of `train.py`**" in before
+        assert not re.search("results.tsv|reset|tokens, but", before)
+    assert "```text\nnone\n" in first and "Reference: " in memory and "## Ideas\n" in memory
     assert "- refused: it changes prepare.py" in memory and "exit status" not in memory
-    assert "failed: exit status 1: Error: 401 Unauthorized" in proposals.verdicts().values()
+    assert "failed: exit status 1: Error: 401 Unauthorized" in played.verdicts()
+    description = dict(played.tried()).keys() & {f"``` <b>wider MLP</b>: '4' -> '5'{68 * 'y'}"}
+    assert description, "in 100 characters, on one line"
+    args = parse(["loop", "--agent=true", "--tokens=9000"])
+    assert "no improvement.\n\n8.0 hours" in agents.prompt(args, played.kind, [], 8.0, [], [])
 
 
 @pytest.mark.skipif(subprocess.call("bwrap --ro-bind / / true 2> /dev/null", shell=True) != 0, reason="no bubblewrap")
@@ -440,36 +377,31 @@ def test_in_the_sandbox_of_the_documents_an_agent_can_do_its_work_and_no_more(pl
     box.chmod(0o755)
     work = f"grep -q researcher {{prompt}}; echo x > /tmp/own; echo idea > IDEA; touch {stolen} {ROOT}/stolen && exit 1"
     agent = f"{box} sh -ec \"{work}; sed -i 's/A = 30/A = 29/' train.py; git diff --quiet && exit 1; true\""
-    played.night(args=[f"--agent={agent}", "--runs=1", "--hours=0.1"])
+    played.night(args=[f"--agent={agent}", "--runs=1", "--hours=0.1"], real=True)
     assert played.tried() == [("idea", "keep")] and not stolen.exists() and not (ROOT / "stolen").exists()
 
 
-def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played, monkeypatch):
+def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played):
     """3,000 rows, in seconds; what was kept on this branch stays."""
-    header = harness.HEADER + "\n"
     start, head = played.shell("git log --reverse --format=%h --abbrev=7").split()
-
-    def line(commit: str, val_bpb: float, status: str, text: str) -> str:
-        return f"{commit}\t{val_bpb:.6f}\t1.0\t{status}\t{text}\tcpu\td\t300 s\t42\t1.0\t\t\trun"
-
-    lines = [line(f"{i:07x}", 1.5 + i / 1e5, "discard", f"idea number {i} that was tried") for i in range(1, 3000)]
-    lines.insert(2000, line("abcdef0", 1.4, "discard", "the best idea"))
-    lines.insert(1000, line(head, 1.6, "keep", "kept all the same"))
-    lines.insert(0, line(start, 1.5, "keep", "base"))
-    harness.RESULTS.write_text(header + "\n".join(lines) + "\n")
+    tried = [(f"{i:07x}", 1.5 + i / 1e5, "discard", f"idea number {i} that was tried") for i in range(1, 3000)]
+    tried.insert(2000, ("abcdef0", 1.4, "discard", "the best idea"))
+    tried.insert(1000, (head, 1.6, "keep", "kept all the same"))
+    form = "{}\t{:.6f}\t1.0\t{}\t{}\tcpu\td\t300 s\t42\t1.0\t\t\trun".format
+    rows = [form(*row) for row in [(start, 1.5, "keep", "base"), *tried]]
+    harness.RESULTS.write_text("\n".join([harness.HEADER, *rows, ""]))
     begun = time.process_time()
     text = agents.memory(played.rows())
     assert time.process_time() - begun < 30  # about 1 on an idle machine
     assert "\n200 experiments" in text and len(text) < 25_000
-    assert "the best idea" in text and "idea number 1 " in text and "idea number 2999" not in text and start in text
-    assert "kept all the same" in text
-    assert re.search(r"\n\d{4} more experiments, none of them better than these, are left out\.$", text)
-    assert agents.memory([]) == "" and "left out" not in agents.memory(played.rows()[:50])
+    assert all(told in text for told in ("the best idea", "idea number 1 ", "kept all the same", start))
+    assert text.endswith("\n2802 more experiments, none of them better than these, are left out.")
+    assert "left out" not in agents.memory(played.rows()[:50])
 
 
 # ------------------------------------------------------------------------------------------------- gains that wait
 def gain(n: int, size: float, base: str = "old") -> Gain:
-    return Gain(n, f"c{n}", base, f"idea {n}", 1.5 - size, size)
+    return Gain(n, f"c{n}", base, f"idea {n}", size)
 
 
 def test_a_gain_over_the_reference_itself_comes_first_then_the_largest_and_after_the_night_all():
@@ -479,52 +411,52 @@ def test_a_gain_over_the_reference_itself_comes_first_then_the_largest_and_after
     assert next_step("now", [small, large, on_top], True) == [on_top], "and then the others"
 
 
-def test_a_merge_leaves_out_what_conflicts_or_does_not_compile_with_the_gains_before():
+def test_a_merge_leaves_out_what_conflicts_or_does_not_compile_with_the_gains_before(monkeypatch):
     base = b"def f():\n    a = 1\n    b = 1\n    c = 1\n    d = 1\n"
     files = dict(old=base, c1=base.replace(b":\n", b":\n    n = 1\n"), c2=base + b"    global n\n")
     files |= dict(c3=base.replace(b"b = 1", b"b = 2"), c4=base.replace(b"b = 1", b"b = 3"))
-    text, merged = merge(base, [gain(n, 0.1) for n in (1, 2, 3, 4)], files.get)
+    monkeypatch.setattr("night.gains.read_train", files.get)
+    text, merged = merge(base, [gain(n, 0.1) for n in (1, 2, 3, 4)])
     assert text == files["c1"].replace(b"b = 1", b"b = 2") and [gain.n for gain in merged] == [1, 3]
 
 
 class Waiting:
-    """Gains on a branch of their own clone, with merges that a test has trained as it likes."""
+    """A night whose proposals have been trained as a test likes. todo: its runs; none of them begins."""
 
     def __init__(self, played: Played):
-        self.played, self.kind = played, played.kind
-        self.merged, self.asked, self.refuses, self.runs = [], [], False, []
-        self.gains = Gains(self.kind, "night", self.propose, lambda: self.runs)
-        self.base = played.head()
+        self.played, self.kind, self.base = played, played.kind, played.head()
         self.log(self.base, "base", 1.33)
+        self.restart()
 
-    def log(self, commit: str, subject: str, val_bpb: float, status: str = "keep") -> dict:
-        where = dict(gpu="cpu", dataset="d", memory_gb=1.0)
-        to_beat = 9.0 if status == "keep" else 0.0
-        harness.log_result(val_bpb=val_bpb, commit=commit, description=subject, to_beat=to_beat, **where)
-        return harness.read_results()[-1]
+    def restart(self) -> None:
+        self.night = self.played.loop()
+        self.todo, self.gains = self.night.trainer.todo, self.night.gains
 
-    def gain(self, n: int, old: str, new: str, val_bpb: float, base: str = "", again: str = "") -> str:
-        """Proposal n, which replaces some text."""
-        text = loops.read_train(base or self.base).replace(old.encode(), new.encode())
-        commit = loops.commit_train(base or self.base, text, f"idea {n}{again}", f"night-loop/{n}")
-        self.gains.settle(n, base or self.base, self.log(commit, f"idea {n}{again}", val_bpb))
+    def log(self, commit: str, subject: str, val_bpb: float) -> None:
+        where = dict(gpu="cpu", dataset="d", memory_gb=1.0, to_beat=9.0)
+        harness.log_result(val_bpb=val_bpb, commit=commit, description=subject, **where)
+
+    def gain(self, n: int, old: str, new: str, val_bpb: float, again: str = "") -> str:
+        """Proposal n, which replaces some text of the base and was kept."""
+        text, subject = loops.read_train(self.base).replace(old.encode(), new.encode()), f"idea {n}{again}"
+        commit = loops.commit_train(self.base, text, subject, f"night-loop/{n}")
+        proposals.note(n, "trains")
+        self.log(commit, subject, val_bpb)
         return commit
 
-    def propose(self, n: int, base: str, text: bytes, subject: str) -> bool:
-        self.asked.append(subject.partition(", again")[0])
-        if not self.refuses:
-            self.merged.append((n, subject, loops.commit_train(base, text, subject, f"night-loop/{n}"), base))
-            self.runs.append(Run(self.merged[-1][2], subject, 42))
-        return not self.refuses
+    def advance(self, over: bool = False) -> None:
+        self.night.settle()
+        self.gains.advance(over)
 
-    def ends(self, val_bpb: float, status: str = "keep") -> None:
-        """The run of the last merge."""
-        n, subject, commit, base = self.merged[-1]
-        self.runs.clear()
-        self.gains.settle(n, base, self.log(commit, subject, val_bpb, status))
+    def ends(self, val_bpb: float) -> str:
+        """The run of the merge that waits; returns its commit."""
+        (run,) = self.todo
+        self.todo.clear()
+        self.log(run.commit, run.description, val_bpb)
+        return run.commit
 
     def verdict(self, n: int) -> str:
-        return proposals.verdict(n)[:-9]
+        return proposals.verdicts()[n][:-9]
 
 
 @pytest.fixture
@@ -534,64 +466,83 @@ def waiting(played):
 
 def test_a_gain_over_an_older_reference_is_named_after_the_newest_only_and_others_wait_for_its_run(waiting):
     first, _ = waiting.gain(1, "A = 30", "A = 29", 1.31), waiting.gain(2, "B = 30", "B = 29", 1.32)
-    waiting.gains.advance(over=False)
-    assert waiting.verdict(1) == "keep"
-    assert [subject for _, subject, *_ in waiting.merged] == [f"idea 2, again on {first}"]
-    assert waiting.verdict(2) == f"keep, and again on {first} as proposal 3"
+    waiting.advance()
+    assert [run.description for run in waiting.todo] == [f"idea 2, again on {first}"]
+    assert [waiting.verdict(n) for n in (1, 2)] == ["keep", f"keep, and again on {first} as proposal 3"]
     waiting.gain(4, "return 1", "return 0.9", 1.3, again=", again on 1234567")
-    waiting.gains.advance(over=False)
-    assert len(waiting.merged) == 1, "the others wait"
-    waiting.ends(1.29)
-    waiting.gains.advance(over=False)
-    assert waiting.merged[1][1] == f"idea 4, again on {waiting.merged[0][2]}"
-    assert waiting.played.shell("git rev-parse night").startswith(waiting.merged[0][2])
-    assert waiting.verdict(4) == f"keep, and again on {waiting.merged[0][2]} as proposal 5"
+    waiting.advance()
+    assert len(waiting.todo) == 1, "the others wait"
+    second = waiting.ends(1.29)
+    waiting.advance()
+    assert [run.description for run in waiting.todo] == [f"idea 4, again on {second}"]
+    assert waiting.played.shell("git rev-parse night").startswith(second)
+    assert waiting.verdict(4) == f"keep, and again on {second} as proposal 5"
 
 
 def test_of_conflicting_gains_the_better_one_stays_and_what_a_person_discards_is_left_out(waiting):
     better = waiting.gain(1, "A = 30", "A = 28", 1.31)
     waiting.gain(2, "A = 30", "A = 29", 1.32)
     gone = waiting.gain(3, "B = 30", "B = 29", 1.325)
+    waiting.night.settle()
     set_status(gone, waiting.kind, "discard")
-    waiting.gains.advance(over=False)
-    assert not waiting.merged and not waiting.gains.gains
+    waiting.advance()
+    assert not waiting.todo and not waiting.gains.waiting
     assert waiting.verdict(2) == f"keep, but it conflicts with {better}, which is better"
     assert waiting.verdict(3) == "discard"
 
 
 def test_a_better_gain_that_conflicts_with_the_reference_becomes_it_though_its_row_is_older(waiting):
     best = waiting.gain(2, "A = 30", "A = 28", 1.3)
-    waiting.gains.gains.clear()
+    waiting.night.settled.add(2)
     waiting.gain(1, "A = 30", "A = 29", 1.31)
-    waiting.gains.advance(over=False)
-    waiting.gains.settle(2, waiting.base, next(row for row in waiting.kind.rows() if row["commit"] == best))
-    waiting.gains.advance(over=False)
-    assert rows.reference(waiting.kind) == best and waiting.played.shell(f"git diff {best} HEAD -- train.py") == ""
+    waiting.advance()
+    waiting.night.settled.remove(2)
+    waiting.advance()
+    assert reference(waiting.kind) == best and waiting.played.shell(f"git diff {best} HEAD -- train.py") == ""
 
 
-def test_of_a_merge_that_is_refused_all_gains_are_decided(waiting):
+def test_what_was_kept_stays_the_reference_after_an_amended_commit_or_a_squashed_merge(waiting):
+    """If a rebase has changed train.py, too, the loop says so: nothing could be kept against a file without a score."""
+    idea, shell = waiting.gain(1, "A = 30", "A = 29", 1.31), waiting.played.shell
+    shell(f"git branch base; git reset -q --hard {idea}")
+    squash = "git reset -q --hard base; git merge -q --squash night@{1}; git commit -qm squashed"
+    for script in ("git commit -q --amend -m words", squash):
+        shell(script)
+        assert waiting.played.head() != idea == reference(waiting.kind)
+    shell("git reset -q --hard base")
+    assert reference(waiting.kind) == waiting.base
+    shell("git checkout -q --orphan other; echo 'A = 3' > train.py; git add -f .; git commit -qm rebased")
+    with pytest.raises(prepare.PrepareError, match=rf"{waiting.played.head()} has no result \(a rebase\?"):
+        waiting.night.ask()
+
+
+def test_of_a_merge_that_was_tried_all_gains_are_decided(waiting):
     """As when the loop was killed after it had submitted the merge."""
     for n, (old, new) in enumerate([("A = 30", "A = 29"), ("B = 30", "B = 29"), ("1 +", "0.999 +")], start=1):
         waiting.gain(n, old, new, 1.33 - n / 100)
     waiting.played.shell("git commit -q --allow-empty -m now")
-    now = waiting.played.head()
-    waiting.log(now, "now", 1.329)
-    waiting.refuses = True
-    waiting.gains.advance(over=True)
-    assert not waiting.gains.gains and waiting.asked == ["idea 3 and 2 more"]
-    assert [waiting.verdict(n) for n in (1, 2, 3)] == [f"keep, and again on {now} as proposal 4"] * 3
+    waiting.log(now := waiting.played.head(), "now", 1.329)
+    waiting.advance(over=True)
+    assert [run.description for run in waiting.todo] == [f"idea 3 and 2 more, again on {now}"]
+    set_status(waiting.ends(1.4), waiting.kind, "discard")
+    for n in (1, 2, 3):
+        proposals.note(n, "waits")
+    waiting.restart()
+    waiting.advance(over=True)
+    assert not waiting.todo
+    assert [waiting.verdict(n) for n in (1, 2, 3)] == [f"keep, and again on {now} as proposal 5"] * 3
 
 
-def test_in_simulated_nights_of_many_slots_it_pays_that_the_largest_gain_comes_first():
-    at_once, now = ([simulate(14, 150, 0.0003, rule, seed) for seed in range(30)] for rule in (True, False))
-    gains, again, late = (np.mean(now, 0) - np.mean(at_once, 0)).tolist()
-    assert gains > 0.005 and again < -30 and late < -8
-    assert simulate(1, 100, 0.001, False, 1) == simulate(1, 100, 0.001, True, 1)
+def test_in_a_simulated_night_of_many_slots_it_pays_that_the_largest_gain_comes_first():
+    (gain, again, late), (gain_at_once, again_at_once, late_at_once) = (
+        simulate(14, 150, 0.0003, at_once, 1) for at_once in (False, True)
+    )
+    assert gain > gain_at_once and again < again_at_once / 2 and late < late_at_once
 
 
 # -------------------------------------------------------------------------------------- parts of the loop, and restarts
-def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played, monkeypatch):
-    night = played.loop("--agent=true")
+def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(played):
+    night = played.loop()
     trainer, started = night.trainer, []
     trainer.start = lambda run: (started.append(run.description), trainer.pending.append(run))
     night.settle = night.may_ask = lambda: False
@@ -607,14 +558,14 @@ def test_gains_are_trained_again_before_new_proposals_and_at_the_end_alone(playe
 
 
 def test_an_agents_description_cannot_pass_for_a_merge_and_is_short(tmp_path):
-    agent = agents.Agent(1, 0.0, "agent 1: ", "base", tmp_path, {"train.py": b"a = 1\nb = 2\n"}, None)
+    agent = agents.Agent(1, 0.0, "agent 1: ", "base", None, tmp_path, {"train.py": b"a = 1\nb = 2\n"}, None)
     for text, idea in (("wider, again on 1234567\n", "wider"), ("x" * 200, "x" * 100)):
         (tmp_path / "IDEA").write_text(text)
         assert agent.idea() == f"agent 1: {idea}"
     (tmp_path / "IDEA").unlink()
-    for text, idea in (("a = 1\nb = 3  # , again on 7\n", "b = 3  #"), ("a = 1\n", "")):
+    for text, idea in (("a = 1\nb = 3  # , again on 7\n", "agent 1: b = 3  #"), ("a = 1\n", "")):
         (tmp_path / "train.py").write_text(text)
-        assert agent.idea() == (idea and f"agent 1: {idea}")
+        assert agent.idea() == idea
 
 
 def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_layout_only():
@@ -629,42 +580,33 @@ def test_two_files_are_one_program_if_they_differ_in_comments_docstrings_and_lay
 
 def test_an_edit_of_sizes_alone_that_do_not_count_here_is_refused(played, monkeypatch):
     """Not if it changes which GPUs a row is for. The live row is the one that the latest run has printed."""
-    train = "SIZE = f(2)\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
     log = played.folder / "log.txt"
     monkeypatch.setattr(proposals, "record_of", lambda row: row.get("folder"))
     log.write_text("Size by SIZES[1], for 3e12 FLOP/s\n")
     assert proposals.live_row([dict(folder=played.folder), {}]) == 1 and proposals.live_row([{}]) is None
 
-    def fault(old: str, new: str, live: int | None = 1) -> str:
+    def fault(size: str, old: str, new: str, live: int | None = 1) -> str:
+        train = f"SIZE = {size}\nSIZES = (\n    (0, f(3)),\n    (1e12, f(4)),\n    (7e12, f(5)),\n)\nrun()\n"
         return proposals.fault(train.encode(), train.replace(old, new).encode(), set(), live)
 
-    refusal = "it changes only sizes of other GPUs: SIZE replaces them"
-    assert fault("f(3)", "f(6)") == fault("f(4)", "f(6)") == fault("1e12", "2e12") == refusal
-    assert not fault("f(2)", "f(6)") and not fault("f(2)", "None") and not fault("run()", "x = 1\nrun()")
-    train = train.replace("f(2)", "None")
-    assert (
-        fault("f(5)", "f(6)")
-        == fault("f(3)", "g(3, 3)")
-        == refusal.replace("SIZE replaces them", "here SIZES[1] counts")
-    )
-    assert not fault("f(4)", "f(6)") and not fault("7e12", "2e12") and not fault("f(5)", "f(6)", None)
-    assert not fault("run()", "x = 1\nrun()") and not fault("f(5)),", "f(5)),\n    (2e12, f(9)),")
-    assert not fault("None", "f(4)"), "it sets SIZE to what counted before, perhaps"
+    refused = [("f(2)", "f(3)", "f(6)"), ("f(2)", "f(4)", "f(6)"), ("f(2)", "1e12", "2e12")]
+    refused += [("None", "f(5)", "f(6)"), ("None", "f(3)", "g(3, 3)")]
+    assert {fault(*edit)[:44] for edit in refused} == {"it changes only sizes that are not used here"}
+    fine = [("f(2)", "f(2)", "f(6)"), ("f(2)", "f(2)", "None"), ("f(2)", "run()", "x = 1\nrun()")]
+    fine += [("None", "f(4)", "f(6)"), ("None", "7e12", "2e12"), ("None", "run()", "x = 1\nrun()")]
+    fine += [("None", "f(5)),", "f(5)),\n    (2e12, f(9)),"), ("None", "f(5)", "f(6)", None)]
+    fine += [("None", "None", "f(4)")]  # it sets SIZE to what counted before, perhaps
+    assert not any(fault(*edit) for edit in fine)
 
 
 @pytest.mark.parametrize(
     ("script", "agent", "remedy"),
     [
-        ("", "no-such-program -p", "'no-such-program -p' is no command: --agent"),
         ("", "", "'' is no command: --agent"),  # a variable that is not set
         ("", 'an "open quote', """'an "open quote' is no command"""),
+        ("install /bin/true a.sh", "./a.sh", "'./a.sh' is no command: --agent needs a program's name or absolute path"),
         ("git checkout -q --detach", "true", "HEAD is on no branch: git checkout -b"),
         ("rm -rf .git", "true", "fatal: not a git repository"),
-        (
-            "install /bin/true a.sh",
-            "./a.sh",
-            "'./a.sh' is no command: --agent needs a program's name or absolute path",
-        ),
     ],
 )
 def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
@@ -677,63 +619,57 @@ def test_a_loop_that_cannot_be_says_so_in_a_line(played, script, agent, remedy):
 
 def test_a_clone_may_be_a_folder_of_another_repository(played, monkeypatch):
     played.shell("mkdir sub; git mv train.py prepare.py program.md notebook.ipynb tests sub; git commit -qm sub")
-    for module, name, value in (
-        (night_git, "ROOT", played.folder / "sub"),
-        (harness, "RESULTS", played.folder / "sub" / "results.tsv"),
-    ):
-        monkeypatch.setattr(module, name, value)
-    played.night("A", args=["--runs=1"], real=False)
+    sub = played.folder / "sub"
+    monkeypatch.setattr(night_git, "ROOT", sub)
+    monkeypatch.setattr(harness, "RESULTS", sub / "results.tsv")
+    played.night("A", args=["--runs=1"])
     assert dict(played.tried()) == {"A 0": "keep"} and played.shell("git status --porcelain -- sub/train.py") == ""
-    assert "A = -1 + 30" in (played.folder / "sub" / "train.py").read_text()
+    assert "A = -1 + 30" in (sub / "train.py").read_text()
     assert played.shell("git ls-tree -r --name-only HEAD").count("train.py") == 1
 
 
 def test_a_night_goes_on_if_its_records_are_deleted_while_an_agent_thinks(played, capfd):
-    start = played.puppet
+    puppet = played.puppet
 
-    def puppet(*args):
-        agent = start(*args)
-        shutil.rmtree(played.folder / "runs", ignore_errors=True)
+    def tidy(*args):
+        agent = puppet(*args)
+        shutil.rmtree(played.folder / "runs")
         return agent
 
-    played.puppet = puppet
-    played.night("A", args=["--runs=3"], real=False)
+    played.puppet = tidy
+    played.night("A", args=["--runs=3"])
     assert [status for _, status in played.tried()] == 3 * ["keep"] and "trouble" not in capfd.readouterr().out
 
 
 def test_proposals_of_an_earlier_branch_of_the_same_name_are_not_trained_first(played):
-    played.shell("git branch old")
-    played.night("A", args=["--runs=1"], real=False)
-    own = played.rows()[-1]["commit"]
+    played.night("A", args=["--runs=1"])
+    own = reference(played.kind)
     played.shell("git checkout -q --orphan new; git commit -q -m anew; git branch -q -M night")
     harness.RESULTS.unlink()
     shutil.rmtree(proposals.PROPOSALS)
-    played.night("B", args=["--runs=1"], real=False)
+    played.night("B", args=["--runs=1"])
     assert own not in [row["commit"] for row in played.rows()] and dict(played.tried()) == {"B 1": "keep"}
 
 
 def test_a_row_that_has_no_verdict_yet_is_settled_and_not_trained_again(played):
     """As if the loop had been killed between the two. Without its records, a night goes on, too."""
-    played.night("A", args=["--runs=1"], real=False)
-    before, path = played.rows(), proposals.folder(1) / "verdict.txt"
-    verdict = path.read_text()
-    path.write_text(f"trains as {before[-1]['commit']}\n")
-    played.night("A", args=["--runs=1"], real=False)
-    assert played.rows() == before and path.read_text() == verdict and verdict.startswith("keep: ")
-    shutil.rmtree(proposals.PROPOSALS)
-    played.night("A,worse", args=["--runs=2"], real=False)
-    assert played.rows()[: len(before)] == before and len(played.rows()) > len(before)
+    played.night("A", args=["--runs=1"])
+    before, (verdict,) = played.rows(), played.verdicts()
+    for lose in (lambda: proposals.note(1, f"trains as {verdict[-7:]}"), lambda: shutil.rmtree(proposals.PROPOSALS)):
+        lose()
+        played.night("A", args=["--runs=1"])
+        assert played.rows() == before and played.verdicts() == [verdict] and verdict.startswith("keep: ")
 
 
 def test_a_night_goes_on_while_somebodys_git_holds_the_index(played, capfd):
     lock = played.folder / ".git" / "index.lock"
     lock.touch()
-    played.night("A", args=["--runs=1"], real=False)
+    played.night("A", args=["--runs=1"])
     assert "git cannot write train.py: the branch moves on" in capfd.readouterr().out
-    assert rows.reference(played.kind) == played.rows()[-1]["commit"]
+    assert dict(played.tried()) == {"A 0": "keep"}
     lock.unlink()
-    played.night("A", args=["--runs=2"], real=False)
-    assert played.shell("git rev-parse HEAD").startswith(rows.reference(played.kind))
+    played.night("A", args=["--runs=2"])
+    assert played.shell("git rev-parse HEAD").startswith(reference(played.kind))
     assert played.shell("git status --porcelain") == ""
 
 
@@ -741,25 +677,14 @@ def test_agents_take_turns_and_what_a_person_has_begun_stays(played, capfd):
     """A commit on the branch is merged with what is kept; a train.py with changes is left alone."""
     played.night("worse", args=["--runs=1"])
     played.shell("echo x > notes; git add notes; git commit -q -m notes; echo '# mine' >> train.py")
-    played.night("A", "B", args=["--runs=3"])
+    played.night("worse,A", "A,worse,B", args=["--runs=3"])
     assert {"agent 1: A 1", "agent 2: B 2"} <= dict(played.tried()).keys()
-    assert played.shell("tail -n1 train.py; git log --format=%s").split("\n")[0] == "# mine"
-    assert "notes" in played.shell("git log --format=%s")
+    assert played.shell("tail -n1 train.py") == "# mine" and "notes" in played.shell("git log --format=%s").split("\n")
     assert "train.py has uncommitted changes: the branch" in capfd.readouterr().out
-    assert played.shell(f"git diff {rows.reference(played.kind)} HEAD -- train.py") == ""
+    assert played.shell(f"git diff {reference(played.kind)} HEAD -- train.py") == ""
 
 
 # --------------------------------------------------------------------------------------- whole nights by `night loop`
-APART = "\n    #" * 4  # far enough for git to merge changes of both knobs
-BODY = f"A = 30{APART}\n    B = 30{APART}\n    val_bpb = 1 + A / 100 + B / 1000 + args.seed / 1e5"
-EVERY = "A,elsewhere,B,hang,loud,hostile,same,fail,odd,typo,endless"
-# By the word of their agent, how proposals end
-ENDS = dict(A="keep|discard", B="keep|discard", loud="discard", hostile="discard", odd="discard", typo="crash")
-ENDS |= dict(elsewhere="refused: it changes prepare.py", hang="failed: cut off after 12 s")
-ENDS |= dict(fail="failed: exit status 1: Error: 401 Unauthorized", endless="refused: train.py must end with raise")
-ENDS |= dict(same=r"refused: the same train.py as \w{7}, but for comments and whitespace")
-
-
 class Loop(Clone):
     def __init__(self, folder: Path, cache: Path):
         super().__init__(folder, cache)
@@ -768,17 +693,14 @@ class Loop(Clone):
         source = folder / "night" / "loop.py"
         source.write_text(source.read_text().replace("PAUSE, LONGEST = 30,", "PAUSE, LONGEST = 0,"))
         self.run("git commit -qam impatient; git tag impatient")
-        self.commit(base=BODY)
+        apart = "\n    #" * 4  # far enough for git to merge changes of both knobs
+        self.commit(base=f"A = 30{apart}\n    B = 30{apart}\n    val_bpb = 1 + A / 100 + B / 1000")
 
-    def loop(self, *words: str, args=()) -> subprocess.Popen:
-        """words: of agents, each a list of what it does."""
-        commands = [f"--agent={sys.executable} {self.agent} {word} {self.calls} {{prompt}}" for word in words]
-        options = ["--agent-env=NIGHT,KEY", "--agent-limit=12", *TWO_SLOTS, *commands, *args]
+    def loop(self, words: str, *args: str) -> subprocess.Popen:
+        """words: what agents do."""
+        command = f"{sys.executable} {self.agent} {words} {self.calls} {{prompt}}"
+        options = [f"--agent={command}", "--agent-env=NIGHT,KEY", "--agent-limit=12", *TWO_SLOTS, *args]
         return self.start(f"exec python -m night loop {shlex.join(options)}", CUDA_VISIBLE_DEVICES="", KEY=KEY)
-
-    def best(self) -> str:
-        """The commit that the night goes on from."""
-        return self.run("python -m night reference --tokens 1500000").strip()
 
     def verdicts(self) -> dict[int, str]:
         """Of all proposals by their numbers. Those that were trained have one row each, the others none."""
@@ -786,11 +708,10 @@ class Loop(Clone):
         found = {int(path.name): prepare.read(path / "verdict.txt") or proposals.ENDED for path in folders}
         assert sorted(found) == [*range(1, len(found) + 1)]
         trained = [verdict for verdict in found.values() if not re.match("refused|failed", verdict)]
-        counted = Counter((row["commit"], row["status"]) for row in self.rows() if "base" not in row["description"])
-        assert counted == Counter((verdict[-7:], re.match(r"\w+", verdict)[0]) for verdict in trained)
-        assert set(counted.values()) <= {1}
+        rows = sorted((row["commit"], row["status"]) for row in self.rows() if "base" not in row["description"])
+        assert rows == sorted((verdict[-7:], re.match(r"\w+", verdict)[0]) for verdict in trained)
         refs = self.run("git for-each-ref --format='%(objectname:short=7)' refs/night/autoresearch/mar5-loop/")
-        assert sorted(refs.split()) == sorted(commit for commit, _ in counted)
+        assert sorted(refs.split()) == [commit for commit, _ in rows]
         return found
 
 
@@ -805,74 +726,39 @@ def loop(prepared, tmp_path):
 @pytest.mark.timeout(1200)
 def test_each_proposal_is_a_row_or_a_named_refusal_also_if_the_loop_is_killed(loop):
     """Nothing is lost, doubled or left running, and the clone is as a night leaves it. The base packages suffice."""
-    runs, kills = 40, 3
+    words = "A,elsewhere,B,hang,hostile,same,fail,odd,typo,endless"
     for name in ("ray", "scipy", "optuna", "matplotlib", "rich"):
         loop.folder.with_name("bin").joinpath(f"{name}.py").write_text("raise ImportError('not installed')")
-    for stage in range(1, kills + 2):
-        most = runs * stage // (kills + 1)
-        night = loop.loop(EVERY, args=[f"--runs={runs if stage > kills else 999}"])
-        if stage <= kills:
-            loop.wait(night, lambda most=most: len(loop.rows()) >= most)
-            night.kill()
-            assert loop.all_gone()
-    output = loop.finish(night)
+    for rows in (10, 20):
+        night = loop.loop(words, "--runs=999")
+        loop.wait(night, lambda rows=rows: len(loop.rows()) >= rows)
+        night.kill()
+        assert loop.all_gone()
+    output = loop.finish(loop.loop(words, "--runs=25"))
     assert loop.all_gone(0)
     verdicts = loop.verdicts()
-    failed = sum(verdict.startswith("failed") and verdict != proposals.ENDED for verdict in verdicts.values())
-    (trained,) = re.findall(rf"^(\d+) runs: proposals so far: .*\b{failed} failed", output, re.M)
-    assert runs <= int(trained) == len(loop.rows()) - 1
-
-    folder = loop.folder / "runs" / "proposals"
-    found = {row["commit"]: row["description"] for row in loop.rows()}
-    for number, verdict in verdicts.items():
-        word = found.get(verdict[-7:], "").split(" ")[0]
-        if word in ENDS:
-            assert re.match(ENDS[word], verdict)
-        elif (folder / str(number) / "prompt.md").exists() and "the loop ended" not in verdict:
-            assert word == "```" or any(re.fullmatch(end, verdict) for end in ENDS.values()), (number, word, verdict)
-    assert all(path.read_text().count("```") == 2 for path in folder.glob("*/prompt.md"))
-    (odd,) = {text for text in found.values() if "wider" in text} or [""]
-    assert re.fullmatch("``` <b>wider MLP</b>: '4' -> '5'y*", odd) and len(odd) == 100
-    assert 2**20 < max(path.stat().st_size for path in folder.glob("*/agent.log")) < 1.1e6
+    ends = {re.match(r"\w+", verdict)[0] for verdict in verdicts.values()}
+    assert ends == {"keep", "discard", "crash", "refused", "failed"}
+    (trained,) = re.findall(r"^(\d+) runs: proposals so far: ", output, re.M)
+    assert 25 <= int(trained) == len(loop.rows()) - 1
 
     assert loop.run("git status --porcelain") == "" and loop.run("git diff impatient --name-only") == "train.py\n"
-    history = loop.run("git rev-list --abbrev-commit --abbrev=7 HEAD").split()
-    *_, kept = (row for row in loop.rows() if row["commit"] in history)
-    assert loop.best() == kept["commit"] and loop.run(f"git diff {kept['commit']} HEAD -- train.py") == ""
-    assert kept["val_bpb"] == min(row["val_bpb"] for row in loop.rows() if row["status"] == "keep")
+    best = loop.run("python -m night reference --tokens 1500000").strip()
+    assert loop.run(f"git diff {best} HEAD -- train.py") == "" and best in loop.run("git log --format=%h --abbrev=7")
+    kept = {row["commit"]: row["val_bpb"] for row in loop.rows() if row["status"] == "keep"}
+    assert kept[best] == min(kept.values())
     log = (loop.folder / "results.tsv").read_bytes()
-    loop.finish(loop.loop(EVERY, args=[f"--runs={runs}"]))
+    loop.finish(loop.loop(words, "--runs=25"))
     assert (loop.folder / "results.tsv").read_bytes() == log and loop.verdicts() == verdicts
-
-
-@pytest.mark.slow
-def test_a_night_ends_with_its_report_whatever_git_and_agents_did(loop):
-    """A lock that is there when the first gain is found; agents that fail before they work. Its prompts begin before
-    there is a row."""
-    locked = loop.folder.with_name("locked")
-    loop.commit(base2=BODY + f"\n    while A < 30 and not os.path.exists({str(locked)!r}): time.sleep(0.05)")
-    night = loop.loop("fail,A,elsewhere", args=["--runs=2", "--report", "--agents=1"])
-    while "trains as" not in "".join(path.read_text() for path in loop.folder.glob("runs/proposals/*/verdict.txt")):
-        time.sleep(0.02)
-    lock = loop.folder / ".git" / "refs" / "heads" / "autoresearch" / "mar5.lock"
-    lock.touch(), locked.touch()
-    while "mar5.lock" not in (line := night.stdout.readline()):
-        assert line, "no word about the lock"
-    lock.unlink()
-    output = loop.finish(night)
-    assert "\n2 runs: " in output and (loop.folder / "report.md").exists(), output
-    assert "```text\nnone\n" in (loop.folder / "runs" / "proposals" / "1" / "prompt.md").read_text()
-    before = (loop.folder / "runs" / "proposals" / "2" / "prompt.md").read_text()
-    assert "a run of it (1.5 M tokens, on cpu, with " in before and "no improvement.\n\n8.0 hours" in before
 
 
 def test_a_loop_that_is_stopped_or_killed_takes_its_agents_along(loop):
     for end, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         loop.calls.unlink(missing_ok=True)
-        night = loop.loop("hang", args=["--agent-limit=99"])
-        loop.wait(night, lambda: prepare.read(loop.calls).count("call") == 2)  # as many as are asked at a time
+        night = loop.loop("hang", "--agent-limit=99")
+        loop.wait(night, lambda: len(prepare.read(loop.calls)) == 2)  # as many as are asked at a time
         night.send_signal(end)
-        output = night.communicate(timeout=120)[0]
+        output = night.communicate(timeout=60)[0]  # its agents have this pipe, too
         assert night.returncode == code and loop.all_gone()
         ended = "\nended early: proposals so far: none.\n"
         assert (ended in output) == (end == signal.SIGINT), "agents that were cut off have not failed"

@@ -2,7 +2,9 @@
 
 import functools
 import re
-import signal
+import shlex
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,10 +37,7 @@ if NAME: INNER = 1 << -1
 """
 
 # 1.203 where LR is 0.02 and WIDTH is 32, 1.403 at the start; a DEPTH of 1, 4 or 5 crashes
-BOWL = "LR = 0.04001  # [0.01, 0.1]\nWIDTH = 2**4\nDEPTH = 3\nimport math\n" + STUB.replace("BODY", """\
-    open(LOG, "a").write("one "); time.sleep(0.3); assert DEPTH in (2, 3)
-    val_bpb = 1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.log2(WIDTH))"""[4:])  # fmt: skip
-QUICK = """\
+BOWL = """\
 LR = 0.04001  # [0.01, 0.1]
 WIDTH = 2**4
 DEPTH = 3
@@ -46,8 +45,6 @@ import math
 assert DEPTH in (2, 3)
 result(1.2 + DEPTH / 1000 + 0.1 * abs(math.log2(LR * 50)) + 0.1 * abs(5 - math.log2(WIDTH)))
 """
-
-
 PATH = "a?b%20c #1"  # of clones: no part of a URL or command line may read it as its own
 
 
@@ -56,54 +53,36 @@ class Searched(Scratch):
 
     luck = 0
 
-    def propose(self, base: str, *options: str) -> str:
-        """What the tuner writes as IDEA. self.work: where; self.study: what Optuna knew, and the trial."""
-        create = optuna.create_study
-        self.work = self.folder.with_name(f"agent{self.luck}") / "work"
-        self.work.parent.mkdir()
-        proposals.checkout(self.work, base)
+    def propose(self, base: str, *options: str) -> tuple[tempfile.TemporaryDirectory, Path]:
+        """The tuner's folder, and its checkout there. self.study: what Optuna knew, and the trial."""
+        create, scratch = optuna.create_study, tempfile.TemporaryDirectory()
+        proposals.checkout(work := Path(scratch.name, "work"), base)
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.work)
+            patch.chdir(work)
             patch.setattr(optuna, "create_study", lambda **args: setattr(self, "study", create(**args)) or self.study)
             patch.setattr(optuna.samplers, "TPESampler", functools.partial(optuna.samplers.TPESampler, seed=self.luck))
             self.luck += 1
             tune.propose(parse(["tune", "--tokens=1500000", *options]))
-        return (self.work / "IDEA").read_text()
+        return scratch, work
 
     def agent(self, args, name: str, command: str, base: str, branch: str, text: str, now: float) -> agents.Agent:
         """In place of agents.start: the tuner, without a process of its own."""
-        n = proposals.new_proposal(branch)
-        self.propose(base, *command.split())
-        ended = SimpleNamespace(poll=lambda: 0, returncode=0)
-        return agents.Agent(n, now, name, base, self.work, {"train.py": tune.read_train(base)}, ended)
+        n, files = proposals.new_proposal(branch), {"train.py": tune.read_train(base)}
+        folders = self.propose(base, *shlex.split(command)[2:])
+        return agents.Agent(n, now, name, base, *folders, files, SimpleNamespace(poll=lambda: 0, returncode=0))
 
-    def night(self, command: str, runs: int) -> list[dict]:
-        """The rows of a loop with the tuner, the base's first."""
-        args = parse(["loop", f"--agent={command}", "--tokens=1500000", f"--runs={runs}"])
-        trainer = self.trainer(args)
-        loop = loops.Loop(args, trainer)
-        trainer.train([loops.Run(self.head(), "base", base=self.head())])
-        loop.work()
-        return self.rows()
-
-    def log(self, commit: str, val_bpb: float, description: str, **row) -> None:
-        row |= dict(memory_gb=1.0, gpu="cpu", dataset="d", budget="1.5 M tokens")
-        harness.log_result(val_bpb=val_bpb, commit=commit, description=description, **row)
+    def log(self, commit: str, val_bpb: float, description: str, reason: str = "") -> None:
+        where = dict(memory_gb=1.0, gpu="cpu", dataset="d", budget="1.5 M tokens")
+        harness.log_result(val_bpb=val_bpb, commit=commit, description=description, reason=reason, **where)
 
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": QUICK}, "1.5 M tokens")
+    quick = Searched(tmp_path / PATH, monkeypatch, {"train.py": BOWL}, "1.5 M tokens")
     monkeypatch.setattr(agents, "start", quick.agent)
+    monkeypatch.setattr(tune, "kind_here", lambda args: quick.kind)
+    monkeypatch.setattr(loops, "start_pool", lambda args: (quick.pool, quick.kind))
     return quick
-
-
-@pytest.fixture
-def clone(prepared, tmp_path):
-    clone = Clone(tmp_path / PATH / "clone", prepared)
-    (clone.folder / "train.py").write_text(BOWL.replace("LOG", repr(str(tmp_path / "trained"))))
-    clone.run("git commit -qam base")
-    return clone
 
 
 def test_knobs_are_positive_numbers_that_are_set_once():
@@ -130,10 +109,10 @@ def test_an_edit_moves_numbers_and_nothing_else_and_writes_them_as_they_were():
     assert edit(b"A = 2**17; B = 1.0", dict(zip(pair, (32, 0.5), strict=True))) == b"A = 2**5; B = 0.5"
 
 
-def test_an_unknown_knob_and_a_file_without_any_are_refused(monkeypatch):
-    monkeypatch.setattr(tune, "kind_here", lambda args: "kind")
-    monkeypatch.setattr(tune, "reference", lambda kind: f"reference of {kind}")
-    monkeypatch.setattr(tune, "read_train", {"reference of kind": HOSTILE}.get)  # HEAD may be another file
+def test_an_unknown_knob_and_a_file_without_any_are_refused(quick):
+    quick.commit(hostile=HOSTILE.decode())
+    quick.log(quick.head(), 1.3, "the reference")
+    quick.commit(other="A = 1")
     with pytest.raises(PrepareError, match=r"no knob ZERO, TUPLE in train.py: use some of A_LR, "):
         tune.tune(parse(["tune", "--knobs=ZERO,A_LR,TUPLE"]))
     for source, reason in ((b"A = = 1", "no valid Python"), (b"A = -1\nB = 1e308\nC = 5e-324\n", "has no knob")):
@@ -142,25 +121,24 @@ def test_an_unknown_knob_and_a_file_without_any_are_refused(monkeypatch):
 
 
 def test_a_night_of_the_tuner_moves_constants_to_new_values_within_their_ranges(quick):
-    base, *rows = quick.night("--sampler=tpe", 20)
+    tune.tune(parse(["tune", "--tokens=1500000", "--runs=20"]))
+    base, rows = quick.rows()[0], quick.rows()[4:]  # in between are three that tell the noise
     assert len(rows) >= 20 and {row["status"] for row in rows} == {"keep", "discard", "crash"}
     assert min(row["val_bpb"] for row in rows if row["val_bpb"]) < base["val_bpb"]
-    found = {quick.shell(f"git show {row['commit']}:train.py") for row in rows}
-    assert len(found) == len(rows), "each is new"
-    for text in found:
+    found = [quick.shell(f"git show {row['commit']}:train.py") for row in rows]
+    assert len({*found}) == len(rows), "each is new"
+    for row, text in zip(rows, found, strict=True):
         lr, width, *_ = (knob.value for knob in read_knobs(text.encode()))
-        assert 0.01 <= lr <= 0.1 and width in range(1, 257) and text.split("\n")[3:] == QUICK.strip().split("\n")[3:]
-    assert all(re.match(r"tune tpe: \w+ \S+ -> ", row["description"]) for row in rows)
-    changes = [pair for row in rows for pair in re.findall(r"(\S+) -> ([^\s,]+)", row["description"])]
-    assert all(before != after for before, after in changes), "what stays is no change"
-    name, value = re.search(r"(\w+) \S+ -> ([^\s,]+)", rows[0]["description"]).groups()
-    assert f"{name} = {value}" in quick.shell(f"git show {rows[0]['commit']}:train.py")
+        assert 0.01 <= lr <= 0.1 and width in range(1, 257) and text.split("\n")[3:] == BOWL.strip().split("\n")[3:]
+        assert re.match(r"tune tpe: \w+ \S+ -> ", row["description"])
+        for name, before, after in re.findall(r"(\w+) (\S+) -> ([^\s,]+)", row["description"]):
+            assert before != after and f"{name} = {after}" in text, "what stays is no change"
 
 
 def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler(quick):
     """By whichever agent of several; not from files that lack the constant, nor from crashes and commits that this
     clone lacks. An older file had other ranges."""
-    base, text = quick.head(), QUICK.encode()
+    base, text = quick.head(), BOWL.encode()
     files = {name: text.replace(b"2**4", name.encode()) for name in ("2", "4", "8", "32", "64")}
     files["none"], files["typo"] = text.replace(b"WIDTH = 2**4", b"WIDTH = None"), text + b"= ="
     commits = {name: commit_train(base, file, name, f"x/{name}") for name, file in files.items()}
@@ -183,21 +161,15 @@ def test_optuna_learns_from_what_was_kept_and_from_the_trials_of_its_own_sampler
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on_and_doubles_nothing(clone, tmp_path):
-    (clone.folder / "train.py").write_text("by hand")
-
-    def search(runs: int):
-        return clone.start(
-            f"exec python -m night tune {' '.join(TWO_SLOTS)} --knobs LR,WIDTH --runs={runs}", CUDA_VISIBLE_DEVICES=""
-        )
-
-    killed = search(9)
-    clone.wait(killed, lambda: len(clone.rows()) >= 7)  # the base, three for noise, and three trials
-    killed.send_signal(signal.SIGKILL)
-    assert clone.all_gone(runs=True)
-    before, output = clone.rows(), clone.finish(search(9))
-    rows = clone.rows()
-    assert rows[: len(before)] == before and len({row["commit"] for row in rows[4:]}) == len(rows) - 4 >= 9, output
-    assert 0 <= len((tmp_path / "trained").read_text().split()) - len(rows) <= 2, "killed at work, and repeated"
-    assert all(row["description"].startswith("tune tpe: ") for row in rows[4:])
-    assert (clone.folder / "train.py").read_text() == "by hand", "the user's edit is left alone"
+def test_the_command_searches_what_it_is_told_to_and_goes_on(prepared, tmp_path):
+    """A user's edit is left alone."""
+    clone = Clone(tmp_path / PATH / "clone", prepared)
+    (clone.folder / "train.py").write_text(f"LR = 0.04\nB = 2.0\n{STUB.replace('BODY', 'val_bpb = 1 + LR')}")
+    clone.run("git commit -qam base; echo by hand > train.py")
+    for runs in (2, 4):
+        search = f"exec python -m night tune {' '.join(TWO_SLOTS)} --knobs LR --runs={runs}"
+        output = clone.finish(clone.start(search, CUDA_VISIBLE_DEVICES=""))
+        trials = [row["description"] for row in clone.rows()[4:]]  # after the base and three that tell the noise
+        assert len(trials) == len({*trials}) >= runs, output
+        assert all(re.fullmatch(r"tune tpe: LR \S+ -> \S+", trial) for trial in trials)
+        assert clone.run("cat train.py") == "by hand\n"

@@ -45,7 +45,7 @@ class Night:
                 heapq.heappush(self.training, (time + rng.uniform(0.9, 1.1), rng.random(), run))
             time, _, (file, base, _) = heapq.heappop(self.training)
             self.scores[file] = rng.normal(-self.truth(file), sd)
-            gain = Gain(0, file, base, "", self.scores[file], self.scores[base] - self.scores[file])
+            gain = Gain(0, file, base, "", self.scores[base] - self.scores[file])
             if gain.size > 0:
                 self.gains.append(gain)
             if not at_once:
