@@ -331,7 +331,7 @@ def fused_cross_entropy(
 
 
 # ---- 4-bit linear
-# Storage as in bitsandbytes: each block of `block_size` weights in a row shares absmax = max |w|. A weight is the 4-bit
+# As in bitsandbytes, each block of `block_size` weights in a row shares absmax = max |w|. A weight is the 4-bit
 # index of the code nearest to w / absmax, two in a byte, the first in its high half. nf4: 16 quantiles of N(0, 1),
 # https://arxiv.org/abs/2305.14314; fp4: sign, 2 bits of exponent, 1 of mantissa.
 #
@@ -353,7 +353,7 @@ def _check_format(shape, quant_type, block_size, dtype=torch.float32):
 
 
 @functools.cache
-def _bitsandbytes():  # takes a second
+def _bitsandbytes():  # imported on first use: slow
     import bitsandbytes  # noqa: F401, registers the ops
 
     return torch.ops.bitsandbytes

@@ -43,12 +43,38 @@ def after(old: str, new: str) -> tuple[str, str]:
     return old, old + new
 
 
+def before(old: str, new: str) -> tuple[str, str]:
+    return old, new + old
+
+
 RETURN_OPTIMIZER = "    return MuonAdamW([*groups.values()], model.dtype)\n"
 STEP = "    scaler.step(optimizer)\n"
+LION = """\
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p -= group["lr"] * torch.sign(0.9 * m + 0.1 * p.grad)
+                m.lerp_(p.grad, 0.01)
+
+
+"""
 BLOCK = "        self.attn, self.mlp = Attention(config, i, kind), MLP(config, 2 if self.experts else 4)\n"
 HEAD = "        self.lm_head = declare(Linear(C, V), lambda p: p.normal_(std=0.001), adamw(UNEMBEDDING_LR, C))\n"
 LOSS = "        return fused_linear_cross_entropy(x, self.lm_head.weight, targets, **options)\n"
 QKV = "        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, T, H, D)\n"
+SDPA = "    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)"
+ALIBI = """\
+    i = torch.arange(k.size(-2), device=q.device)
+    distance = i[-q.size(-2) :, None] - i
+    slope = 2.0 ** -torch.arange(1, q.size(1) + 1, device=q.device).view(-1, 1, 1)
+    bias = torch.where((distance >= 0) if mask is None else mask, -slope * distance, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype))"""
 INIT = "        model.init_weights()\n    if device.type"
 
 EDITS = {
@@ -60,6 +86,9 @@ EDITS = {
 """),
     "AdamW for all": replace(RETURN_OPTIMIZER, "    return torch.optim.AdamW(model.parameters(), 3e-3)\n"),
     "plain SGD": replace(RETURN_OPTIMIZER, "    return torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)\n"),
+    "Lion by hand": Edit([
+        before("def make_optimizer", LION), (RETURN_OPTIMIZER, "    return Lion(model.parameters(), 1e-3)\n"),
+    ]),
     "a second step per batch": replace(*after("    scaler.update()\n", "    optimizer.step()\n")),
     "c_proj renamed": Edit([
         ("self.c_proj = block_linear(factor", "self.out = block_linear(factor"),
@@ -78,12 +107,27 @@ EDITS = {
         after(BLOCK, "        self.norm = nn.LayerNorm(config.n_embd)\n"),
         ("        h = norm(x)\n", "        h = self.norm(x.float()).to(x.dtype)\n"),
     ], says=r"blocks\.\*\.norm\.bias declares no optimizer: adamw"),
+    "RMSNorm with weights": Edit([
+        after(BLOCK, "        self.scale = nn.Parameter(torch.ones(config.n_embd))\n"),
+        ("        h = norm(x)\n", "        h = norm(x) * self.scale.to(x.dtype)\n"),
+    ], says=r"blocks\.\*\.scale declares no optimizer: adamw"),
     "biases": Edit([
         ("outputs, bias=False)\n", "outputs, bias=True)\n        nn.init.zeros_(self.bias)\n"),
         ("""(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))""", """(x, self.weight) + self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))"""),
     ], still=r"lm_head\.bias", says=r"c_fc\.bias declares no optimizer: adamw"),
+    "a scalar": Edit([
+        after(BLOCK, "        self.strength = nn.Parameter(torch.ones(()))\n"),
+        ("x = x + self.mlp(h)", "x = x + self.strength * self.mlp(h)"),
+    ]),
+    "a convolution": Edit([
+        after(BLOCK, "        self.conv = nn.Parameter(torch.zeros(config.n_embd, 1, 3))\n"),
+        ("        h = norm(x)\n", """\
+        h = F.conv1d(F.pad(norm(x).mT, (2, 0)), self.conv.to(x.dtype), groups=x.size(-1)).mT
+        h = norm(x) + h
+"""),
+    ], says=r"blocks\.\*\.conv declares no optimizer: adamw"),
     "a matrix that declares nothing": Edit([
         after(BLOCK, "        self.mixer = Linear(config.n_embd, config.n_embd)\n"),
         ("x = x + self.mlp(h)", "x = x + self.mlp(self.mixer(h))"),
@@ -108,7 +152,10 @@ EDITS = {
         ("nn.Embedding(V, C), nn.init.normal_,", "nn.Embedding(V, C), 0.02,"),
     ]),
     # What has always worked, or nearly
-    "other sizes": Edit(sizes=dict(depth=5, n_embd=96, head_dim=16, seq_len=32)),
+    "deeper": Edit(sizes=dict(depth=5)),
+    "wider": Edit(sizes=dict(n_embd=96)),
+    "other heads": Edit(sizes=dict(head_dim=16)),
+    "half the context": Edit(sizes=dict(seq_len=32)),
     "accumulated gradients": Edit(sizes=dict(device_batch_size=1)),
     "no n-grams": replace("NGRAMS = (2, 3, 4)", "NGRAMS = ()"),
     "tables by AdamW": replace("row_adam(config.ngram_lr, config.n_embd, 0.8, half_lr)", "adamw(0.4, config.n_embd)"),
@@ -119,6 +166,9 @@ EDITS = {
         ("leaky_relu_squared(self.c_fc(x))", "F.silu(self.c_gate(x)) * self.c_fc(x)"),
     ]),
     "dropout": replace("x = x + self.mlp(h)", "x = x + F.dropout(self.mlp(h), 0.1, self.training)"),
+    "cosine schedule": replace(
+        "(1 - (1 - FINAL_LR) * progress)", "(0.55 + 0.45 * math.cos(math.pi * progress))"
+    ),
     "warm-up": replace("(1 - (1 - FINAL_LR) * progress)", "min(1, 0.3 + progress)"),
     "z-loss": replace(LOSS, """\
         loss, lse = fused_linear_cross_entropy(x, self.lm_head.weight, targets, return_lse=True, **options)
@@ -137,6 +187,10 @@ EDITS = {
     ]),
     "full context elsewhere": replace("seq_len if i % 4 == 0", "seq_len if i % 4 == 1"),
     "windows that grow": replace("min(config.window, config.seq_len)", "min(config.window // (1 + i), config.seq_len)"),
+    "ALiBi": Edit([
+        (SDPA, ALIBI),
+        ('gpu.flash or "fa2"', '"sdpa"'),
+    ]),
     "fp32 everywhere": replace("    if gpu.capability is None:\n", "    if True:\n"),
     "parallel attention and MLP": replace(
         "        x = x + self.attn(norm(x), idx, cos, sin)\n        h = norm(x)\n",
