@@ -68,13 +68,13 @@ def test_runs_and_waves_leave_records_of_what_was_seen_also_of_killed_ones(prepa
         told(capsys, "basis")
 
 
-
 def test_a_record_holds_the_beginning_and_the_end_of_a_long_log(tmp_path):
     command = [sys.executable, "-c", "print('first', 'x' * 3_000_000, 'last')"]
     script = f"import os; from night.run import guard; guard({command}, 60, os.getppid(), 'log.txt')"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     log = (tmp_path / "log.txt").read_text()
     assert log.startswith("first") and log.endswith("last\n") and "[...]" in log and len(log) < 1.2e6
+
 
 def test_an_edit_is_compared_with_the_mean_of_what_it_edited_if_that_ran_again(scratch):
     scratch.commit(base="val_bpb = 1.3", idea="val_bpb = 1.3\n")
