@@ -17,6 +17,9 @@ from night.pool import Ended, Local, Run
 EMPTY = subprocess.run(["tar", "-cT", "/dev/null"], capture_output=True, check=True).stdout
 
 
+numbers = itertools.count()  # of the runs' names: two of one name would be one run
+
+
 @pytest.fixture
 def local(monkeypatch):
     """A pool of two GPUs, which take two runs each."""
@@ -29,7 +32,7 @@ def local(monkeypatch):
 
 
 def submit(local: Local, *programs: str) -> list[Run]:
-    runs = [Run(f"c{i}", "") for i in range(len(local.active), len(local.active) + len(programs))]
+    runs = [Run(f"c{next(numbers)}", "") for _ in programs]
     for run, program in zip(runs, programs, strict=True):
         local.submit(run, EMPTY, ["-c", program], {})
     return runs
