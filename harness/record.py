@@ -14,7 +14,7 @@ def night_record() -> dict:
 
     commit, description: for the row, from when night started the run. log: log the run whatever its budget. score_test:
     score the test split, too. row: a file that gets a copy of the row. folder: where curve.tsv and summary.json go,
-    logged or not. referee, logits, dataset: of a locked run, see harness/remote.py.
+    logged or not. parent: the process that the run ends with. referee, logits, dataset: see harness/remote.py.
     """
     return json.loads(os.environ.get("AUTORESEARCH_RUN") or "{}")
 

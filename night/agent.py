@@ -61,7 +61,7 @@ class Agent(NamedTuple):
         code = self.process.returncode
         if code == TOO_LATE:
             return f"cut off after {limit:g} s"
-        if not 0 <= code <= 128:
+        if code < 0 or 128 < code <= 192:  # by a signal, as shells say it
             return "killed"
         if self.changed():
             return ""
@@ -146,7 +146,7 @@ def memory(rows: list[dict]) -> str:
     best = sorted(rows, key=lambda row: (row is not rows[0], row not in kept, row["val_bpb"] or 99))[:MEMORY]
     text = about_night([row for row in rows if row in best]) if rows else "none"
     left = len(rows) - len(best)
-    return text + f"\n\n{left} more experiments, none of them better than these, are left out." * (left > 0)
+    return text + f"\n\n{left} more experiments, none of them better than the best of these, are left out." * (left > 0)
 
 
 if __name__ == "__main__":  # guards one agent, with the prompt on stdin

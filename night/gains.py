@@ -94,7 +94,7 @@ class Gains:
             stays = "" if written else "git cannot write train.py"  # somebody's git holds the index's lock, say
         if stays:
             print(f"{stays}: the branch moves on, the file stays as it is")
-        if (shared := git("merge-base", head, commit)) != head:  # somebody has committed: merge, with our train.py
+        if (shared := git("merge-base", head, commit)) != head:  # somebody has committed, or an earlier gain was merged
             theirs, *ours = train_blobs([head, shared, now])
             if theirs not in ours:  # or they have renamed it
                 print(f"the train.py of {head[:7]}, which no run has kept, stays in the history only")

@@ -100,7 +100,8 @@ def read_train(revision: str) -> bytes:
 
 @lru_cache(1000)  # most sets of changes that an attribution leaves out are alike
 def revert(text: bytes, before: bytes, after: bytes) -> bytes | None:
-    """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts."""
+    """`text` without the change from `before` to `after`, by git's three-way merge; None if it conflicts. With
+    the two exchanged, it applies the change."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in zip("123", (text, after, before), strict=True):
             Path(folder, name).write_bytes(content)

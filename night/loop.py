@@ -94,7 +94,8 @@ class Loop:
         """Returns whether there is more to do. After an error it can be repeated: nothing is done twice, or lost."""
         for _, row in self.trainer.ended():
             if self.crashed < CRASHED:  # else the loop is about to end
-                self.crashed = self.crashed + 1 if row["status"] == "crash" else 0
+                lost = row["status"] == "crash" or not self.kind.holds(row)  # on another GPU or dataset
+                self.crashed = self.crashed + 1 if lost else 0
         if branch() != self.branch:
             raise PrepareError(f"the night is on {self.branch}, which is not checked out")
         self.settle()
@@ -194,7 +195,8 @@ class Loop:
         return not reason
 
     def accept(self, n: int, commit: str, base: str, subject: str) -> None:
-        note(n, f"trains as {commit}")
+        with suppress(OSError):  # disk full: the commit is what counts
+            note(n, f"trains as {commit}")
         todo = self.trainer.todo
         todo.insert(0 if AGAIN in subject else len(todo), Run(commit, subject, base=base))
 

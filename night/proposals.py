@@ -15,6 +15,7 @@ from night.run import RUNS, record_of
 
 PROPOSALS = RUNS / "proposals"  # <n>/: prompt.md, agent.log, train.diff, verdict.txt
 ENDED = "failed: the loop ended first"  # the verdict until another one replaces it
+MOST = 2**18  # bytes of a file that are read
 AGAIN = ", again on "  # in the subject of a change that is merged with a newer reference
 # What an agent need not see
 HIDDEN = r"(tests|\.ci|\.github)/|docs/(?!tried\.md$)|(results\.tsv|program\.md|.*\.ipynb)$"
@@ -80,13 +81,13 @@ def plain(path: Path) -> bytes:
     with suppress(OSError):
         if path.is_file() and not path.is_symlink():
             with open(path, "rb") as file:
-                return file.read(2**18)
+                return file.read(MOST)
     return b""
 
 
 def fault(before: bytes, text: bytes, known: set[str], live: int | None = None) -> str:
     """Why this edit of `before` is not worth a run, or "". known: commits that have one; live: see `live_row`."""
-    if not text.strip():
+    if not text.strip() or len(text) >= MOST:
         return "train.py is gone, empty or over 256 KiB"
     end = before.rstrip().splitlines()[-1]
     if not text.rstrip().endswith(end):

@@ -79,7 +79,8 @@ class Trainer:
     def __init__(self, args: Namespace, pool, kind: Kind):
         self.args, self.pool, self.kind, self.slots = args, pool, kind, pool.slots
         self.todo: list[Run] = []  # runs that wait for a slot
-        self.pending: list[Run] = []  # runs in the pool
+        self.pending: list[Run] = []  # runs in the pool, or not yet logged
+        self.unlogged: list[Ended] = []
         self.stopped = []  # not empty after a signal
 
     def train(self, runs: list[Run]) -> list[dict]:
@@ -121,18 +122,20 @@ class Trainer:
 
     def ended(self) -> Iterator[tuple[Run, dict]]:
         """Logs and yields the rows of runs that end within half a second."""
-        for result in self.pool.ended():
-            if self.stopped:  # it may have ended a run, too
-                break
-            self.pending.remove(result.run)
-            yield result.run, self.log(result)
+        self.unlogged += self.pool.ended()
+        while self.unlogged and not self.stopped:  # a signal may have ended a run, too
+            run, row = self.unlogged[0].run, self.log(self.unlogged[0])  # git may fail for a while
+            self.unlogged.pop(0)
+            self.pending.remove(run)
+            yield run, row
         if self.stopped:
             print("interrupted: the same command continues")
             self.pool.close()
             sys.exit(130)
 
     def log(self, result: Ended) -> dict:
-        """Logs the last row that a run has left in its checkout, else a crash, and keeps its record."""
+        """Logs the last row that a run has left in its checkout, else a crash, and keeps its record. That row's own
+        status means nothing: the log of a checkout is empty."""
         run, kind = result.run, self.kind
         for name, content in result.record.items():
             with suppress(OSError):
@@ -142,10 +145,15 @@ class Trainer:
         with suppress(ValueError):
             rows += harness.parse_log(result.rows)[0]
         row = rows[-1] | dict(commit=run.commit, description=run.description, seed=run.seed, budget=kind.budget)
-        name = *run.name, *place(row)
+        bar, name = to_beat(run, row, kind), (*run.name, *place(row))
+
+        def times_logged() -> int:
+            return [(*run_name(other), *place(other)) for other in harness.read_results()].count(name)
+
+        before = times_logged()  # it may have crashed earlier
         while True:
-            row["status"] = harness.log_result(**row, to_beat=to_beat(run, row["gpu"], kind), report=kind.report)
-            if self.stopped or name in [(*run_name(other), *place(other)) for other in harness.read_results()]:
+            row["status"] = harness.log_result(**row, to_beat=bar, report=kind.report)
+            if self.stopped or times_logged() > before:
                 break
             time.sleep(PAUSE)  # a full disk: neither the log nor its journal has taken it
         text = f"{row['status']:8} {row['val_bpb']:.6f}  {run}  {row['reason']}"
@@ -153,12 +161,12 @@ class Trainer:
         return row
 
 
-def to_beat(run: Run, gpu: str, kind: Kind) -> float:
+def to_beat(run: Run, row: dict, kind: Kind) -> float:
     """Below this, the score of a run that has just ended is a `keep`: that of the reference with the same seed; if that
     has none yet, 0.0 until `judge` has its say."""
     if run.commit == run.base:
         return math.inf
     rows = kind.rows()
-    if gpu != kind.gpu or run.commit in kept_before(rows, run.base):
+    if place(row) != kind[:3] or run.commit in kept_before(rows, run.base):
         return 0.0
     return scores(good(rows, run.base)).get(run.seed, 0.0)

@@ -921,7 +921,7 @@ SECTIONS = [
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "cannot_start or cannot_be or same_signal or taskset"], [
         ('if "AUTORESEARCH_CACHE" in os.environ:', "if False:"),
         ("(record_folder(*run.name, self.args.gpu, self.args.budget) / name).write_bytes(content)", "pass"),
-        ("            if self.stopped:  # it may", "            if False:  # it may"),
+        ("while self.unlogged and not self.stopped:", "while self.unlogged:"),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "a_killed_wave"], [
         ("while self.todo and len(self.pending) < self.slots:", "while self.todo:"),
@@ -1026,7 +1026,7 @@ SECTIONS = [
         ('for line in [*plain(self.work / "IDEA").splitlines(), *new]', "for line in new"),
         (r'.replace(b"\r\n", b"\n")', ""),
         ("if code == TOO_LATE:", "if False:"),
-        ("if not 0 <= code <= 128:", "if code < 0:"),
+        ("if code < 0 or 128 < code <= 192:", "if code < 0:"),
         ("*lines[-1:]", "*lines[:1]"),
         ("ours, passed = harness.clean_environment(),", "ours, passed = dict(os.environ),"),
         (' | {"CUDA_VISIBLE_DEVICES": ""}', ""),
@@ -1314,8 +1314,8 @@ SECTIONS = [
         ('[row for row in held if run_name(row) in runs]', 'held'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or cannot_start"], [
-        ('gpu != kind.gpu or run', 'run'),
-        ('row["gpu"], kind), report=kind.report)', 'row["gpu"], kind))'),
+        ('place(row) != kind[:3] or run', 'run'),
+        ("to_beat=bar, report=kind.report)", "to_beat=bar)"),
         ('reason=result.reason)', 'reason="")'),
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "six"], [

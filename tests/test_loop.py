@@ -28,9 +28,11 @@ from night import agent as agents
 from night import git as night_git
 from night import loop as loops
 from night import proposals
+from night import wave as waves
 from night.__main__ import parse
 from night.gains import Gain, merge, next_step
 from night.noise import Noise
+from night.pool import Run
 from night.rows import reference, set_status
 from night.show import about_night
 
@@ -283,6 +285,21 @@ def test_of_agents_that_fail_together_one_counts(played):
     assert collect(0.0, "trained") == (0, 0)
 
 
+def test_git_that_fails_when_a_run_has_ended_costs_no_row(played, monkeypatch, capfd):
+    to_beat, fails = waves.to_beat, itertools.cycle([True, False])
+
+    def fail(run: Run, *args) -> float:
+        if not run.description.startswith(("base", "noise")) and next(fails):
+            raise subprocess.CalledProcessError(128, "git", stderr=b"index.lock")
+        return to_beat(run, *args)
+
+    monkeypatch.setattr(waves, "to_beat", fail)
+    played.night("A,B", args=["--runs=4"])
+    assert "trouble  index.lock" in capfd.readouterr().out
+    trained = Counter(run.commit for run in played.pool.trained)
+    assert len(trained) >= 4 and Counter(row["commit"] for row in played.rows()) == trained
+
+
 def test_git_that_fails_for_good_leaves_the_gains_to_the_next_loop(played, capfd):
     """A stale lock of the branch; and refs that are not ours."""
     lock = played.folder / ".git" / "refs" / "heads" / "night.lock"
@@ -395,7 +412,7 @@ def test_the_prompts_memory_has_a_budget_and_the_best_is_in_it(played):
     assert time.process_time() - begun < 30  # about 1 on an idle machine
     assert "\n200 experiments" in text and len(text) < 25_000
     assert all(told in text for told in ("the best idea", "idea number 1 ", "kept all the same", start))
-    assert text.endswith("\n2802 more experiments, none of them better than these, are left out.")
+    assert text.endswith("\n2802 more experiments, none of them better than the best of these, are left out.")
     assert "left out" not in agents.memory(played.rows()[:50])
 
 
