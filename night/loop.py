@@ -4,7 +4,6 @@ import argparse
 import difflib
 import itertools
 import math
-import re
 import subprocess
 from collections import Counter
 from contextlib import suppress
@@ -209,8 +208,9 @@ class Loop:
             agent.scratch.cleanup()
 
     def summary(self) -> str:
-        words = Counter(re.split(r"\W", text)[0] for text in proposals.verdicts().values() if text != proposals.ENDED)
-        found = ", ".join(f"{number} {word}" for word, number in words.items() if word)
+        texts = [text for text in proposals.verdicts().values() if text not in ("", proposals.ENDED)]
+        words = Counter(text.split()[0].rstrip(":,") for text in texts)
+        found = ", ".join(f"{number} {word}" for word, number in words.items())
         text = f"\n{self.over() or 'ended early'}: proposals so far: {found or 'none'}.\n"
         with suppress(subprocess.CalledProcessError):
             text += f"The reference is now {reference(self.kind)}. "

@@ -1019,7 +1019,7 @@ SECTIONS = [
         ("while begins and not proposals.accepted(night.branch) and night.may_ask():", "while False:"),
     ]),
     ("Proposals", "night/loop.py", ["test_loop.py", "-k", "stopped"], [
-        ("if text != proposals.ENDED)", "if text)"),
+        ('if text not in ("", proposals.ENDED)]', "if text]"),
     ]),
     ("Agents", "night/agent.py", ["test_loop.py", "-k", "leaves or cut_off or prompt or cannot_pass or told_git"], [
         ("(AGAIN)[0][:100].strip()", "(AGAIN)[0].strip()"),
