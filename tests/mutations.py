@@ -1315,6 +1315,7 @@ SECTIONS = [
     ]),
     ("A wave", "night/wave.py", ["test_wave.py", "-k", "table or has_to_beat or cannot_start"], [
         ('place(row) != kind[:3] or run', 'run'),
+        ('place(row) != kind[:3] or', 'row["gpu"] != kind.gpu or'),
         ("to_beat=bar, report=kind.report)", "to_beat=bar)"),
         ('reason=result.reason)', 'reason="")'),
     ]),

@@ -282,7 +282,7 @@ def test_of_agents_that_fail_together_one_counts(played):
     assert collect(night.next_ask, "refused") == (3, 210)
     assert [collect(night.next_ask)[1] for _ in range(9)][-2:] == [1800, 1800]
     night.propose = lambda *_: True
-    assert collect(0.0, "trained") == (0, 0)
+    assert [collect(0.0, "trained", code) for code in (0, 255)] == [(0, 0)] * 2
 
 
 def test_git_that_fails_when_a_run_has_ended_costs_no_row(played, monkeypatch, capfd):

@@ -146,20 +146,28 @@ def test_a_table_compares_means_at_the_same_seeds():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "seed", "report", "status"),
-    [("A", 42, False, "keep"), ("A", 1, False, "discard"), ("B", 42, False, "discard"), ("B", 42, True, "report")],
+    ("where", "seed", "report", "status"),
+    [
+        (("A", "d"), 42, False, "keep"),
+        (("A", "d"), 1, False, "discard"),
+        (("A", "e"), 42, False, "discard"),
+        (("B", "d"), 42, False, "discard"),
+        (("B", "d"), 42, True, "report"),
+    ],
 )
-def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_on_its_gpu(played, gpu, seed, report, status):
-    row = dict(memory_gb=1.0, dataset="d", gpu="A", description="x", to_beat=math.inf)
+def test_an_idea_has_to_beat_the_last_row_of_the_reference_with_its_seed_gpu_and_data(
+    played, where, seed, report, status
+):
+    (gpu, dataset), row = where, dict(memory_gb=1.0, dataset="d", gpu="A", description="x", to_beat=math.inf)
     for commit, own, val_bpb in (("b", 42, 1.3), ("b", 42, 1.5), ("b", 1, 1.35), ("o", 42, 1.1)):
         harness.log_result(val_bpb=val_bpb, commit=commit, seed=own, **row)
     harness.log_result(val_bpb=0.0, reason="killed", commit="b", **row)
-    lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\td\t300 s\t7\t9.0\t1.6\t\trun", ""]
+    lines = [harness.HEADER, "garbage", f"x\t1.4\t2.0\tkeep\tx\t{gpu}\t{dataset}\t300 s\t7\t9.0\t1.6\t\trun", ""]
     trainer = played.trainer(parse(["wave"]), Kind("A", "300 s", "d", report=report))
     trainer.log(Ended(Run("i", "idea", seed, "b"), "\n".join(lines), [], "no row", {}))
     *_, row = harness.read_results()
     assert row == dict(
-        commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset="d",
+        commit="i", val_bpb=1.4, memory_gb=2.0, status=status, description="idea", gpu=gpu, dataset=dataset,
         budget="300 s", seed=seed, tokens_M=9.0, test_bpb=1.6, reason="", by="night",
     )  # fmt: skip
 
