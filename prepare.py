@@ -582,9 +582,11 @@ def make(data: str, num_shards: int | None) -> Path:
             if not lock(file, patience=0):
                 print(f"another prepare.py is working in {directory.parent}: waiting for it", flush=True)
                 lock(file, math.inf)
-            build(directory, texts(count))
-    with suppress(OSError), new_file(directory.with_name("current")) as file:  # the cache may be read-only
-        file.write(directory.name.encode() + b"\n")
+            if not is_ready(directory):  # what we waited for may have made it
+                build(directory, texts(count))
+    if read(current := directory.with_name("current")) != directory.name:
+        with suppress(OSError), new_file(current) as file:  # the cache may be read-only
+            file.write(directory.name.encode() + b"\n")
     return directory
 
 

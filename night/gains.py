@@ -62,15 +62,19 @@ class Gains:
             now = reference(self.kind)
             if not (gains := next_step(now, self.waiting.values(), over)):
                 break
-            first, (text, merged) = gains[0], merge(read_train(now), gains)
-            if first.base == now or (first not in merged and self.score(first.commit) < self.score(now)):
+            first = gains[0]
+            if first.base == now:
                 self.keep(first)
-            elif first in merged:
+                continue
+            text, merged = merge(read_train(now), gains)
+            if first in merged:
                 n = new_proposal(self.branch)
                 idea = first.subject.partition(AGAIN)[0][:100] + f" and {len(merged) - 1} more" * (len(merged) > 1)
                 self.propose(n, now, text, f"{idea}{AGAIN}{now}")
                 for gain in merged:
                     self.decide(gain, f"keep, and again on {now} as proposal {n}")
+            elif self.score(first.commit) < self.score(now):
+                self.keep(first)
             else:
                 self.decide(first, f"keep, but it conflicts with {now}, which is better")
 

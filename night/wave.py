@@ -11,6 +11,7 @@ from contextlib import suppress
 import harness
 import prepare
 from harness import crashed
+from harness.columns import EMPTY, identity
 from harness.journal import journal_of
 from night.git import archive, print_doubts, revisions
 from night.noise import with_error
@@ -141,14 +142,14 @@ class Trainer:
             with suppress(OSError):
                 (record_folder(*run.name, self.args.gpu, self.args.budget) / name).write_bytes(content)
         crash = dict(val_bpb=0.0, memory_gb=0.0, gpu=kind.gpu, dataset=kind.dataset, reason=result.reason)
-        rows = [harness.columns.EMPTY | crash]
+        rows = [EMPTY | crash]
         with suppress(ValueError):
             rows += harness.parse_log(result.rows)[0]
         row = rows[-1] | dict(commit=run.commit, description=run.description, seed=run.seed, budget=kind.budget)
-        bar, name = to_beat(run, row, kind), (*run.name, *place(row))
+        bar = to_beat(run, row, kind)
 
         def times_logged() -> int:
-            return [(*run_name(other), *place(other)) for other in harness.read_results()].count(name)
+            return [*map(identity, harness.read_results())].count(identity(row))
 
         before = times_logged()  # it may have crashed earlier
         while True:
